@@ -1,0 +1,150 @@
+"""Collects extents as they come and makes the manifest of them.
+
+Columns instead of objects: 200 GB of memory have about 700,000 extents.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from icefloe.ids import BlockId
+from icefloe.store.manifest import (
+    BLOCK_DTYPE,
+    EXTENT_DTYPE,
+    ZERO,
+    Extents,
+    FileKind,
+    ImageFile,
+    Manifest,
+)
+
+
+class Assembly:
+    """Extents of files, each file's in order. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[BlockId, int] = {}
+        self._lengths = array("I")
+        self._block = array("I")
+        self._offset = array("I")
+        self._length = array("Q")
+        self._start: dict[str, int] = {}
+
+    @property
+    def blocks(self) -> int:
+        """Distinct blocks so far."""
+        return len(self._numbers)
+
+    def begin(self, path: str) -> None:
+        """The extents that follow belong to this file."""
+        self._start[path] = len(self._block)
+
+    def add_zero(self, length: int) -> None:
+        """The next `length` bytes are zero."""
+        self._add(ZERO, 0, length)
+
+    def add(self, block: BlockId, block_length: int, offset: int, length: int) -> None:
+        """The next `length` bytes stand in this block at `offset`."""
+        number = self._numbers.setdefault(block, len(self._numbers))
+        if number == len(self._lengths):
+            self._lengths.append(block_length)
+        self._add(number, offset, length)
+
+    def _add(self, block: int, offset: int, length: int) -> None:
+        self._block.append(block)
+        self._offset.append(offset)
+        self._length.append(length)
+
+    def manifest(self, files: Sequence[ImageFile], labels: Mapping[str, str]) -> Manifest:
+        """The image of these entries, in canonical order. Facts are what capture adds later."""
+        owners, ordered = _settle_links(files)
+        extents = np.zeros(len(self._block), EXTENT_DTYPE)
+        extents["block"], extents["offset"] = self._block, self._offset
+        extents["length"] = self._length
+        spans = self._spans()
+        parts = [_merge(extents[slice(*spans[owners[f.path]])]) for f in ordered if f.size]
+        counts = iter(map(len, parts))
+        bounds = np.cumsum([0, *(next(counts) if f.size else 0 for f in ordered)], dtype=np.int64)
+        joined = np.concatenate([extents[:0], *parts])
+        return Manifest(
+            files=tuple(ordered),
+            bounds=bounds,
+            blocks=self._in_order_of_use(joined),
+            extents=joined,
+            facts={},
+            labels=labels,
+        )
+
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        starts = list(self._start.values())
+        ends = [*starts[1:], len(self._block)]
+        return dict(zip(self._start, zip(starts, ends, strict=True), strict=True))
+
+    def _in_order_of_use(self, extents: Extents) -> NDArray[np.void]:
+        """Renumbers the blocks in `extents`; returns them in their new order."""
+        blocks = np.zeros(len(self._lengths), BLOCK_DTYPE)
+        blocks["id"] = np.frombuffer(b"".join(self._numbers), "V32")
+        blocks["length"] = self._lengths
+        data = extents["block"] != ZERO
+        used, first = np.unique(extents["block"][data], return_index=True)
+        order = used[np.argsort(first)]
+        renumbered = np.zeros(len(blocks), np.uint32)
+        renumbered[order] = np.arange(len(order), dtype=np.uint32)
+        extents["block"][data] = renumbered[extents["block"][data]]
+        in_order: NDArray[np.void] = blocks[order]
+        return in_order
+
+
+def _settle_links(files: Sequence[ImageFile]) -> tuple[dict[str, str], list[ImageFile]]:
+    """Of the paths that share their bytes, the first in order holds them.
+
+    Returns for each path whose extents it has, and the entries in order. An archive may have met
+    another path first.
+    """
+    by_path = {file.path: file for file in files}
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        root = file
+        while root.kind is FileKind.HARDLINK:
+            root = by_path[root.link]
+        if root is not file or file.kind is FileKind.REGULAR:
+            groups.setdefault(root.path, []).append(file.path)
+    owners: dict[str, str] = {}
+    for read, paths in groups.items():
+        holder = min(paths, key=_path_key)
+        for path in paths:
+            owners[path] = read
+            by_path[path] = _relink(by_path[path], by_path[read], holder)
+    return owners, sorted(by_path.values(), key=lambda file: _path_key(file.path))
+
+
+def _relink(file: ImageFile, read: ImageFile, holder: str) -> ImageFile:
+    """The entry at file.path, with the bytes of `read` or as a link to `holder`."""
+    here = file.path == holder
+    return ImageFile(
+        path=file.path,
+        kind=FileKind.REGULAR if here else FileKind.HARDLINK,
+        mode=file.mode,
+        uid=file.uid,
+        gid=file.gid,
+        mtime_ns=file.mtime_ns,
+        size=read.size if here else 0,
+        link="" if here else holder,
+    )
+
+
+def _path_key(path: str) -> bytes:
+    return path.encode(errors="surrogateescape")
+
+
+def _merge(extents: Extents) -> Extents:
+    """Joins neighbours that can be one extent: zero runs, and stretches of one block."""
+    before, after = extents[:-1], extents[1:]
+    follows = before["offset"] + before["length"] == after["offset"]
+    joins = (before["block"] == after["block"]) & ((before["block"] == ZERO) | follows)
+    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    merged = extents[starts]
+    merged["length"] = np.add.reduceat(extents["length"], starts)
+    return merged

@@ -1,0 +1,207 @@
+"""`export`: writes an image back as the exact directory that was stored.
+
+Everything is written into a folder beside the destination, which gets its name when all of it is
+there. Worker threads take spans of a few MiB; every block is verified before it is written. Zero
+extents become holes.
+"""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from icefloe import durable
+from icefloe.catalog import LocalStore
+from icefloe.errors import ExportExists
+from icefloe.ids import BlockId
+from icefloe.store.manifest import ZERO, FileKind, ImageFile, Manifest
+from icefloe.store.reader import BlockReader, Location
+
+# Extents that a thread takes at once: enough for long reads, few enough to share the work.
+_SPAN_EXTENTS = 32
+
+_MAX_WORKERS = 16
+
+_NODES = {
+    FileKind.FIFO: 0o010000,
+    FileKind.CHARACTER_DEVICE: 0o020000,
+    FileKind.BLOCK_DEVICE: 0o060000,
+    FileKind.SOCKET: 0o140000,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What was written. `written_bytes` leaves out holes."""
+
+    id: BlockId
+    files: int
+    logical_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Extents [first, last) of the manifest; they belong to one file and start at `offset`."""
+
+    file: ImageFile
+    first: int
+    last: int
+    offset: int
+
+
+Progress = Callable[[int], None]
+"""Called with bytes finished since the last call, from any thread."""
+
+
+def export_image(
+    store: LocalStore,
+    image: BlockId,
+    destination: Path,
+    workers: int = 0,
+    progress: Progress = lambda count: None,
+) -> ExportResult:
+    """Writes `image` to `destination`, which must not exist or be an empty folder.
+
+    Raises ExportExists, Corrupt, NoSpace or NotWritable; then the destination is as it was.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ExportExists(destination)
+    manifest = store.manifest(image)
+    destination = destination.absolute()
+    staged = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    with durable.write_errors(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        staged.mkdir(mode=0o700)
+        try:
+            written = _write_all(store, manifest, staged, workers, progress)
+            os.rename(staged, destination)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+    return ExportResult(image, len(manifest.files), manifest.logical_bytes, written)
+
+
+def _write_all(
+    store: LocalStore, manifest: Manifest, root: Path, workers: int, progress: Progress
+) -> int:
+    _make_entries(manifest.files, root)
+    count = min(workers or os.cpu_count() or 1, _MAX_WORKERS)
+    spans, lock, failed = _spans(manifest), threading.Lock(), threading.Event()
+
+    def work() -> int:
+        written = 0
+        try:
+            with BlockReader(store.layout) as reader:
+                while not failed.is_set():
+                    with lock:
+                        span = next(spans, None)
+                    if span is None:
+                        break
+                    written += _write_span(store, manifest, reader, root, span)
+                    progress(int(manifest.extents["length"][span.first : span.last].sum()))
+        except BaseException:
+            failed.set()
+            raise
+        return written
+
+    with ThreadPoolExecutor(count, "export") as pool:
+        futures = [pool.submit(work) for _ in range(count)]
+        try:
+            total = sum(future.result() for future in futures)
+        except BaseException:
+            failed.set()
+            raise
+    _finish_entries(manifest.files, root)
+    return total
+
+
+def _make_entries(files: Sequence[ImageFile], root: Path) -> None:
+    """All entries, regular files with their length and no bytes. Folders come before contents."""
+    for file in files:
+        path = root / file.path
+        if file.kind is FileKind.FOLDER and file.path:
+            path.mkdir(mode=0o700)
+        elif file.kind is FileKind.SYMLINK:
+            os.symlink(file.link, path)
+        elif file.kind is FileKind.HARDLINK:
+            os.link(root / file.link, path, follow_symlinks=False)
+        elif file.kind in _NODES:
+            os.mknod(path, _NODES[file.kind] | 0o600, file.device)
+        elif file.kind is FileKind.REGULAR:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(fd, file.size)
+            finally:
+                os.close(fd)
+
+
+def _spans(manifest: Manifest) -> Iterator[_Span]:
+    bounds = manifest.bounds.tolist()
+    for i, file in enumerate(manifest.files):
+        offset = 0
+        for first in range(bounds[i], bounds[i + 1], _SPAN_EXTENTS):
+            last = min(first + _SPAN_EXTENTS, bounds[i + 1])
+            yield _Span(file, first, last, offset)
+            offset += int(manifest.extents["length"][first:last].sum())
+
+
+def _write_span(
+    store: LocalStore, manifest: Manifest, reader: BlockReader, root: Path, span: _Span
+) -> int:
+    """Writes the bytes of a span; returns how many."""
+    extents = manifest.extents[span.first : span.last]
+    data = extents[extents["block"] != ZERO]
+    ids = [BlockId(i.tobytes()) for i in manifest.blocks["id"][data["block"]]]
+    blocks = reader.read(_checked(store.catalog.locations(ids), manifest, data["block"].tolist()))
+    fd = os.open(root / span.file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    written, position = 0, span.offset
+    try:
+        for block, offset, length in extents.tolist():
+            if block != ZERO:
+                raw = memoryview(next(blocks))[offset : offset + length]
+                _pwrite(fd, raw, position)
+                written += length
+            position += length
+    finally:
+        os.close(fd)
+    return written
+
+
+def _checked(locations: list[Location], manifest: Manifest, numbers: list[int]) -> list[Location]:
+    """The manifest's lengths bound what an extent reads; the catalog's must be the same."""
+    lengths = manifest.blocks["length"][numbers].tolist()
+    assert [location.raw for location in locations] == lengths
+    return locations
+
+
+def _pwrite(fd: int, raw: memoryview, position: int) -> None:
+    while raw:
+        count = os.pwrite(fd, raw, position)
+        raw, position = raw[count:], position + count
+
+
+def _finish_entries(files: Sequence[ImageFile], root: Path) -> None:
+    """Owners, modes and times; contents first, since writing them touches their folder's time."""
+    is_root = os.geteuid() == 0
+    for file in reversed(files):
+        path = root / file.path
+        if file.kind is FileKind.HARDLINK:
+            continue
+        if is_root or (file.uid, file.gid) != (os.geteuid(), os.getegid()):
+            _own(path, file, is_root)
+        if file.kind is not FileKind.SYMLINK:
+            os.chmod(path, file.mode)
+        os.utime(path, ns=(file.mtime_ns, file.mtime_ns), follow_symlinks=False)
+
+
+def _own(path: Path, file: ImageFile, is_root: bool) -> None:
+    """Only root can give files away; others get files of their own, as tar does."""
+    try:
+        os.lchown(path, file.uid, file.gid)
+    except PermissionError:
+        if is_root:
+            raise

@@ -1,0 +1,352 @@
+"""Applies changes of the journal to the catalog: the only code that moves reference counts.
+
+A commit, a crash recovery and a rebuild from nothing all come through `apply_changes`. One change
+is one write batch, which also records how far into the journal the catalog is.
+
+The count of a block is the number of committed images that mention it; an image mentions its
+blocks and its own manifest, each once.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from icefloe.catalog import tables
+from icefloe.catalog.catalog import Catalog
+from icefloe.catalog.database import Batch
+from icefloe.errors import Corrupt, CorruptCatalog, CorruptManifest
+from icefloe.ids import BlockId, PackId
+from icefloe.store import manifest as manifests
+from icefloe.store.journal import Change, Entry, Position
+from icefloe.store.layout import Layout
+from icefloe.store.manifest import Manifest
+from icefloe.store.pack import Index, read_index
+from icefloe.store.reader import BlockReader, Location
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """An image of the journal that can't be brought back, and why."""
+
+    image: BlockId
+    reason: Corrupt
+
+
+def apply_changes(
+    layout: Layout, catalog: Catalog, entries: Iterable[Entry], *, sync: bool
+) -> list[Lost]:
+    """Brings the catalog up to the last entry. Returns the images that could not be applied.
+
+    Looks ahead: what a later change drops or removes isn't needed and may be gone from the disk
+    already, so earlier changes are applied without it.
+    """
+    entries = list(entries)
+    last_dropped: dict[bytes, int] = {}
+    for i, entry in enumerate(entries):
+        last_dropped.update(dict.fromkeys(entry.change.packs_dropped, i))
+        last_dropped.update(dict.fromkeys(entry.change.images_removed, i))
+    lost: list[Lost] = []
+    for i, entry in enumerate(entries):
+        wanted = _Wanted(
+            packs=[p for p in entry.change.packs_added if last_dropped.get(p, -1) <= i],
+            images=[m for m in entry.change.images_added if last_dropped.get(m, -1) <= i],
+        )
+        application = _Application(layout, catalog, entry.change, wanted)
+        application.run(entry.end, sync)
+        lost += application.lost
+    return lost
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a change adds and no later one takes away."""
+
+    packs: list[PackId]
+    images: list[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pack:
+    number: int
+    id: PackId
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
+class _Mention:
+    """An image that comes (+1) or goes (-1), with the ids that it mentions."""
+
+    image: BlockId
+    manifest: Manifest
+    ids: NDArray[np.bytes_]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The block rows that a change touches: sorted ids, and the rows before and after."""
+
+    ids: NDArray[np.bytes_]
+    found: NDArray[np.bool_]
+    before: NDArray[np.void]
+    after: NDArray[np.void]
+    placed: NDArray[np.bool_]
+
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        return self.found | self.placed
+
+    def at(self, ids: NDArray[np.bytes_]) -> NDArray[np.intp]:
+        """Where these ids, all of them touched, stand."""
+        return np.searchsorted(self.ids, ids)
+
+    def keys(self) -> list[bytes]:
+        return _split(self.ids)
+
+
+def _sortable(ids: NDArray[np.void]) -> NDArray[np.bytes_]:
+    """Ids as numpy can sort them. S32 pads with NUL, so 32 bytes compare exactly."""
+    return np.ascontiguousarray(ids).view("S32")
+
+
+def _split(ids: NDArray[np.bytes_]) -> list[bytes]:
+    joined = ids.tobytes()
+    return [joined[i : i + 32] for i in range(0, len(joined), 32)]
+
+
+class _Application:
+    """One change on its way into one batch."""
+
+    def __init__(self, layout: Layout, catalog: Catalog, change: Change, wanted: _Wanted) -> None:
+        self._layout = layout
+        self._catalog = catalog
+        self._database = catalog.database
+        self._change = change
+        self._wanted = wanted
+        self.lost: list[Lost] = []
+
+    def run(self, end: Position, sync: bool) -> None:
+        """Computes the batch and commits it."""
+        packs = self._new_packs()
+        gone = self._dropped_packs()
+        entering = self._entering(packs)
+        leaving = self._leaving()
+        rows = self._touched(packs, gone, [*entering, *leaving])
+        self._place(rows, packs, gone)
+        entering = [mention for mention in entering if self._complete(rows, mention)]
+        self._count(rows, entering, leaving)
+        batch = self._database.batch()
+        self._put_blocks(batch, rows, gone)
+        self._put_packs(batch, rows, packs, gone)
+        self._put_images(batch, entering, leaving)
+        applied = np.array((end.offset, end.sequence), tables.APPLIED_DTYPE)
+        batch.put(tables.META, tables.APPLIED, applied.tobytes())
+        self._database.commit(batch, sync=sync)
+
+    # What comes and goes
+
+    def _new_packs(self) -> list[_Pack]:
+        known = self._database.get_many(tables.PACK_NUMBERS, [*self._wanted.packs])
+        new = [p for p, value in zip(self._wanted.packs, known, strict=True) if value is None]
+        value = self._database.get(tables.META, tables.NEXT_PACK)
+        first = int.from_bytes(value, "big") if value else 0
+        packs: list[_Pack] = []
+        for identity in dict.fromkeys(new):
+            try:
+                index = read_index(self._layout.pack(identity))
+            except Corrupt:
+                continue  # the images in it turn out incomplete, and are lost by name
+            packs.append(_Pack(first + len(packs), identity, index))
+        return packs
+
+    def _dropped_packs(self) -> dict[int, NDArray[np.bytes_]]:
+        """Number and ids of each pack that goes."""
+        gone = {}
+        for identity in self._change.packs_dropped:
+            value = self._database.get(tables.PACK_NUMBERS, identity)
+            if value is not None:
+                number = int.from_bytes(value, "big")
+                gone[number] = self._ids_in(number, identity)
+        return gone
+
+    def _ids_in(self, number: int, identity: PackId) -> NDArray[np.bytes_]:
+        try:
+            return _sortable(read_index(self._layout.pack(identity))["id"])
+        except Corrupt:  # damaged or gone: the slow way
+            wanted = number.to_bytes(4, "little")
+            rows = self._database.items(tables.BLOCKS)
+            return np.array([key for key, row in rows if row[:4] == wanted], "S32")
+
+    def _entering(self, packs: list[_Pack]) -> list[_Mention]:
+        mentions = []
+        for image in dict.fromkeys(self._wanted.images):
+            if self._catalog.image(image) is not None:
+                continue
+            try:
+                mentions.append(self._mention(image, self._locate(image, packs)))
+            except Corrupt as reason:
+                self.lost.append(Lost(image, reason))
+        return mentions
+
+    def _leaving(self) -> list[_Mention]:
+        committed = [i for i in self._change.images_removed if self._catalog.image(i)]
+        return [self._mention(image, self._locate(image, [])) for image in dict.fromkeys(committed)]
+
+    def _locate(self, image: BlockId, packs: list[_Pack]) -> Location:
+        for pack in packs:
+            at = np.flatnonzero(_sortable(pack.index["id"]) == _sortable(np.array([image], "V32")))
+            if len(at):
+                _, offset, stored, raw, codec, _, _ = pack.index[at[0]].item()
+                return Location(image, pack.id, offset, stored, raw, codec)
+        return self._catalog.locations([image])[0]
+
+    def _mention(self, image: BlockId, location: Location) -> _Mention:
+        with BlockReader(self._layout) as reader:
+            manifest = manifests.decode(reader.read_one(location))
+        own = np.array([image], "V32")
+        ids = np.concatenate([np.ascontiguousarray(manifest.blocks["id"]), own])
+        return _Mention(image, manifest, _sortable(ids))
+
+    # Block rows
+
+    def _touched(
+        self, packs: list[_Pack], gone: dict[int, NDArray[np.bytes_]], mentions: list[_Mention]
+    ) -> _Rows:
+        groups = [_sortable(pack.index["id"]) for pack in packs]
+        groups += [*gone.values(), *(mention.ids for mention in mentions)]
+        ids = np.unique(np.concatenate(groups)) if groups else np.zeros(0, "S32")
+        values = self._database.get_many(tables.BLOCKS, _split(ids))
+        found = np.array([value is not None for value in values], np.bool_)
+        before = np.zeros(len(ids), tables.BLOCK_DTYPE)
+        before[found] = tables.block_rows([value for value in values if value is not None])
+        return _Rows(ids, found, before, before.copy(), np.zeros(len(ids), np.bool_))
+
+    def _place(self, rows: _Rows, packs: list[_Pack], gone: dict[int, NDArray[np.bytes_]]) -> None:
+        """Points rows into the new packs, unless a pack that stays has the block already."""
+        homeless = ~rows.found | np.isin(rows.before["pack"], list(gone))
+        for pack in packs:
+            at = rows.at(_sortable(pack.index["id"]))
+            take = homeless[at]
+            for field in ("offset", "stored", "raw", "codec", "kind"):
+                rows.after[field][at[take]] = pack.index[field][take]
+            rows.after["pack"][at[take]] = pack.number
+            rows.placed[at[take]] = True
+            homeless[at] = False
+
+    def _complete(self, rows: _Rows, mention: _Mention) -> bool:
+        """A manifest is committed only when every block that it names is present."""
+        at = rows.at(mention.ids)
+        missing = mention.ids[~rows.present[at]]
+        lengths = rows.after["raw"][at[:-1]]
+        if len(missing):
+            name = _split(missing[:1])[0].hex()
+            reason: Corrupt = CorruptCatalog(self._database.path, f"it lacks block {name}")
+        elif not (lengths == mention.manifest.blocks["length"]).all():
+            reason = CorruptManifest("a block has another length than it says")
+        else:
+            return True
+        self.lost.append(Lost(mention.image, reason))
+        return False
+
+    def _count(self, rows: _Rows, entering: list[_Mention], leaving: list[_Mention]) -> None:
+        for mention in entering:
+            rows.after["count"][rows.at(mention.ids)] += 1
+        for mention in leaving:
+            at = rows.at(mention.ids)
+            if not (rows.after["count"][at] > 0).all():
+                raise CorruptCatalog(self._database.path, "a reference count is too low")
+            rows.after["count"][at] -= 1
+
+    def _put_blocks(self, batch: Batch, rows: _Rows, gone: dict[int, NDArray[np.bytes_]]) -> None:
+        # Nothing deletes a block whose count is above zero.
+        leaves = rows.found & ~rows.placed & np.isin(rows.before["pack"], list(gone))
+        if (rows.after["count"][leaves] > 0).any():
+            raise CorruptCatalog(self._database.path, "a pack to be dropped holds blocks in use")
+        keys = rows.keys()
+        was_dead = rows.found & (rows.before["count"] == 0)
+        dead = rows.present & ~leaves & (rows.after["count"] == 0)
+        written = rows.present & ~leaves & (rows.placed | (rows.before != rows.after))
+        for i in np.flatnonzero(written).tolist():
+            batch.put(tables.BLOCKS, keys[i], rows.after[i].tobytes())
+        for i in np.flatnonzero(leaves).tolist():
+            batch.delete(tables.BLOCKS, keys[i])
+        time = np.array(self._change.time, tables.TIME_DTYPE).tobytes()
+        for i in np.flatnonzero(dead & ~was_dead).tolist():
+            batch.put(tables.TOMBSTONES, keys[i], time)
+        for i in np.flatnonzero(was_dead & ~dead).tolist():
+            batch.delete(tables.TOMBSTONES, keys[i])
+
+    # The other tables
+
+    def _put_packs(
+        self,
+        batch: Batch,
+        rows: _Rows,
+        packs: list[_Pack],
+        gone: dict[int, NDArray[np.bytes_]],
+    ) -> None:
+        change = _live_bytes(rows.after[rows.present])
+        for number, live in _live_bytes(rows.before[rows.found]).items():
+            change[number] = change.get(number, 0) - live
+        for pack in packs:
+            length = self._layout.pack(pack.id).stat().st_size
+            row = (pack.id, length, change.pop(pack.number, 0))
+            key = tables.number_key(pack.number)
+            batch.put(tables.PACKS, key, np.array(row, tables.PACK_DTYPE).tobytes())
+            batch.put(tables.PACK_NUMBERS, pack.id, key)
+        if packs:
+            following = tables.number_key(packs[-1].number + 1)
+            batch.put(tables.META, tables.NEXT_PACK, following)
+        for number in gone:
+            change.pop(number, None)
+            batch.delete(tables.PACKS, tables.number_key(number))
+            batch.delete(tables.PACK_NUMBERS, self._catalog.pack_id(number))
+        for number, live in change.items():
+            if live:
+                self._move_live(batch, number, live)
+
+    def _move_live(self, batch: Batch, number: int, live: int) -> None:
+        key = tables.number_key(number)
+        value = self._database.get(tables.PACKS, key)
+        if value is None:
+            raise CorruptCatalog(self._database.path, f"it lacks pack number {number}")
+        row = np.frombuffer(value, tables.PACK_DTYPE).copy()
+        row["live"] = int(row["live"][0]) + live
+        batch.put(tables.PACKS, key, row.tobytes())
+
+    def _put_images(self, batch: Batch, entering: list[_Mention], leaving: list[_Mention]) -> None:
+        for mention in entering:
+            manifest = mention.manifest
+            row = np.array(
+                (
+                    self._change.time,
+                    manifest.logical_bytes,
+                    manifest.zero_bytes,
+                    manifest.raw_bytes,
+                    len(manifest.blocks),
+                    len(manifest.files),
+                ),
+                tables.IMAGE_DTYPE,
+            )
+            batch.put(tables.IMAGES, mention.image, row.tobytes())
+        for mention in leaving:
+            batch.delete(tables.IMAGES, mention.image)
+        committed = {mention.image for mention in entering}
+        left = {mention.image for mention in leaving}
+        for name, image in self._change.names.items():
+            if image is None:
+                batch.delete(tables.NAMES, name.encode())
+            # A name points only at a committed image.
+            elif image not in left and (image in committed or self._catalog.image(image)):
+                row = np.array((image, self._change.time), tables.NAME_DTYPE)
+                batch.put(tables.NAMES, name.encode(), row.tobytes())
+
+
+def _live_bytes(rows: NDArray[np.void]) -> dict[int, int]:
+    """Stored bytes in use, by pack number."""
+    used = rows[rows["count"] > 0]
+    numbers, inverse = np.unique(used["pack"], return_inverse=True)
+    sums = np.zeros(len(numbers), np.int64)
+    np.add.at(sums, inverse, used["stored"].astype(np.int64))
+    return dict(zip(numbers.tolist(), sums.tolist(), strict=True))

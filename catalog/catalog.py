@@ -1,0 +1,148 @@
+"""Reads of the catalog's tables, as values of the field's own types."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from icefloe.catalog import tables
+from icefloe.catalog.database import Database
+from icefloe.catalog.tables import DeadBlocks, ImageRow, PackRow
+from icefloe.errors import CorruptCatalog, ImageNotFound, UsageError
+from icefloe.ids import BlockId, IdPrefix, Name, PackId
+from icefloe.store.journal import START, Position
+from icefloe.store.reader import Location
+
+
+class Catalog:
+    """Answers questions. What changes it is in icefloe.catalog.apply."""
+
+    def __init__(self, path: Path, *, write: bool) -> None:
+        self.database = Database(path, write=write)
+        self._pack_ids: dict[int, PackId] = {}
+
+    def close(self) -> None:
+        """Gives the files back."""
+        self.database.close()
+
+    def applied(self) -> Position:
+        """How far into the journal the catalog is."""
+        value = self.database.get(tables.META, tables.APPLIED)
+        if value is None:
+            return START
+        offset, sequence = np.frombuffer(value, tables.APPLIED_DTYPE)[0].item()
+        return Position(offset, sequence)
+
+    def set_applied(self, position: Position) -> None:
+        """Notes that the catalog holds what the journal holds up to `position`."""
+        batch = self.database.batch()
+        value = np.array((position.offset, position.sequence), tables.APPLIED_DTYPE).tobytes()
+        batch.put(tables.META, tables.APPLIED, value)
+        self.database.commit(batch, sync=True)
+
+    def find(self, ids: Sequence[BlockId]) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
+        """Which of the ids have a row, and the BLOCK_DTYPE rows of those."""
+        values = self.database.get_many(tables.BLOCKS, list(ids))
+        found = np.array([value is not None for value in values], np.bool_)
+        return found, tables.block_rows([value for value in values if value is not None])
+
+    def rows(self, ids: Sequence[BlockId]) -> NDArray[np.void]:
+        """BLOCK_DTYPE rows of ids that all have one. Raises CorruptCatalog."""
+        found, rows = self.find(ids)
+        if not found.all():
+            missing = ids[int(np.argmin(found))]
+            raise CorruptCatalog(self.database.path, f"it lacks block {missing.hex()}")
+        return rows
+
+    def dead_blocks(self) -> DeadBlocks:
+        """Every block whose count is zero."""
+        tombs = list(self.database.items(tables.TOMBSTONES))
+        ids = tuple(BlockId(key) for key, _ in tombs)
+        rows = self.rows(ids)
+        since = np.frombuffer(b"".join(value for _, value in tombs), tables.TIME_DTYPE)
+        return DeadBlocks(rows["pack"], rows["stored"].astype(np.int64), since, ids)
+
+    def known(self, ids: Sequence[BlockId]) -> list[bool]:
+        """For each id, whether some pack has the block."""
+        found: list[bool] = self.find(ids)[0].tolist()
+        return found
+
+    def locations(self, ids: Sequence[BlockId]) -> list[Location]:
+        """Where each block lies. Raises CorruptCatalog when one is unknown."""
+        return [
+            Location(identity, self.pack_id(pack), offset, stored, raw, codec)
+            for identity, (pack, offset, stored, raw, codec, _, _) in zip(
+                ids, self.rows(ids).tolist(), strict=True
+            )
+        ]
+
+    def pack_id(self, number: int) -> PackId:
+        """The id of a pack that a block row names. Raises CorruptCatalog."""
+        identity = self._pack_ids.get(number)
+        if identity is None:
+            value = self.database.get(tables.PACKS, tables.number_key(number))
+            if value is None:
+                raise CorruptCatalog(self.database.path, f"it lacks pack number {number}")
+            identity = self._pack_ids[number] = tables.pack_row(number, value).id
+        return identity
+
+    def all_blocks(self) -> tuple[NDArray[np.bytes_], NDArray[np.void]]:
+        """Every block: ids (S32, sorted) and BLOCK_DTYPE rows. 58 bytes of memory a block."""
+        keys, values = bytearray(), bytearray()
+        for key, value in self.database.items(tables.BLOCKS):
+            keys += key
+            values += value
+        return np.frombuffer(keys, "S32"), np.frombuffer(values, tables.BLOCK_DTYPE)
+
+    def tombstones(self) -> set[BlockId]:
+        """The blocks that are noted as dead."""
+        return {BlockId(key) for key, _ in self.database.items(tables.TOMBSTONES)}
+
+    def packs(self) -> Iterator[PackRow]:
+        """All packs, in order of their numbers."""
+        for key, value in self.database.items(tables.PACKS):
+            yield tables.pack_row(int.from_bytes(key, "big"), value)
+
+    def images(self) -> Iterator[ImageRow]:
+        """All committed images, in order of their ids."""
+        for key, value in self.database.items(tables.IMAGES):
+            yield tables.image_row(key, value)
+
+    def image(self, identity: BlockId) -> ImageRow | None:
+        """The row of an image, None when it isn't committed."""
+        value = self.database.get(tables.IMAGES, identity)
+        return None if value is None else tables.image_row(identity, value)
+
+    def names(self) -> dict[str, BlockId]:
+        """Every name and the image that it points at."""
+        return {
+            key.decode(): BlockId(np.frombuffer(value, tables.NAME_DTYPE)["image"][0].tobytes())
+            for key, value in self.database.items(tables.NAMES)
+        }
+
+    def names_of(self, identity: BlockId) -> list[str]:
+        """The names that point at an image, sorted."""
+        return sorted(name for name, image in self.names().items() if image == identity)
+
+    def resolve(self, reference: Name | IdPrefix) -> BlockId:
+        """The image that a name or an id prefix means. Raises ImageNotFound or UsageError."""
+        if isinstance(reference, IdPrefix):
+            return self._resolve_prefix(reference)
+        value = self.database.get(tables.NAMES, str(reference).encode())
+        if value is None:
+            raise ImageNotFound(str(reference))
+        return BlockId(np.frombuffer(value, tables.NAME_DTYPE)["image"][0].tobytes())
+
+    def _resolve_prefix(self, prefix: IdPrefix) -> BlockId:
+        start = bytes.fromhex(prefix.digits + "0" * (len(prefix.digits) % 2))
+        found = []
+        for key, _ in self.database.items(tables.IMAGES, start):
+            if not key.hex().startswith(prefix.digits):
+                break
+            found.append(BlockId(key))
+        if not found:
+            raise ImageNotFound(str(prefix))
+        if len(found) > 1:
+            raise UsageError(f"{prefix} means {len(found)} images", "give more digits of the id")
+        return found[0]

@@ -1,0 +1,135 @@
+"""RocksDB through rocksdict: opening it, its settings, its errors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from rocksdict import (
+    AccessType,
+    BlockBasedOptions,
+    Cache,
+    ColumnFamily,
+    Options,
+    Rdict,
+    WriteBatch,
+    WriteOptions,
+)
+
+from icefloe import durable
+from icefloe.catalog import tables
+from icefloe.errors import CorruptCatalog, IcefloeError, NoSpace, NotWritable
+
+# Bounds on memory; both are far below what a single window of an image takes.
+_CACHE_BYTES = 32 << 20
+_WRITE_BUFFER_BYTES = 16 << 20
+
+# Ten bits a key: a miss costs a hundredth of what it does without.
+_BLOOM_BITS = 10
+
+# RocksDB keeps each file open that it may use; the usual limit of a process is 1024.
+_MAX_OPEN_FILES = 256
+
+
+def _options(cache: Cache) -> Options:
+    options = Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.create_missing_column_families(True)
+    options.set_keep_log_file_num(1)
+    options.set_max_open_files(_MAX_OPEN_FILES)
+    options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
+    options.set_stats_dump_period_sec(0)
+    blocks = BlockBasedOptions()
+    blocks.set_bloom_filter(_BLOOM_BITS, False)
+    blocks.set_block_cache(cache)
+    blocks.set_cache_index_and_filter_blocks(True)
+    blocks.set_pin_l0_filter_and_index_blocks_in_cache(True)
+    options.set_block_based_table_factory(blocks)
+    return options
+
+
+class Database:
+    """The tables of one catalog. Writers must hold the store's lock."""
+
+    def __init__(self, path: Path, *, write: bool) -> None:
+        self.path = path
+        options = _options(Cache(_CACHE_BYTES))
+        access = AccessType.read_write() if write else AccessType.read_only()
+        with self.errors():
+            self._db = Rdict(
+                str(path), options, {name: options for name in tables.ALL}, access_type=access
+            )
+            self._tables = {name: self._db.get_column_family(name) for name in tables.ALL}
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns RocksDB's errors, which are plain exceptions with a text, into ours."""
+        try:
+            yield
+        except IcefloeError:
+            raise
+        except Exception as error:
+            text = str(error)
+            if "No space left" in text or "Disk quota" in text or "File too large" in text:
+                raise NoSpace(self.path, text) from error
+            if "Read-only file system" in text or "Permission denied" in text:
+                raise NotWritable(self.path, text) from error
+            raise CorruptCatalog(self.path, text) from error
+
+    def close(self) -> None:
+        """Gives the files back."""
+        with self.errors():
+            for table in self._tables.values():
+                table.close()
+            self._db.close()
+
+    def get(self, table: str, key: bytes) -> bytes | None:
+        """The value of a key, None when there is none."""
+        with self.errors():
+            value: bytes | None = self._tables[table].get(key)
+            return value
+
+    def get_many(self, table: str, keys: list[bytes]) -> list[bytes | None]:
+        """The values of many keys, in their order."""
+        if not keys:
+            return []
+        with self.errors():
+            # The stub wants list[str | int | ...], which no list[bytes] is: lists are invariant.
+            values = self._tables[table].get(cast(list[Any], keys))
+            return cast(list[bytes | None], values)
+
+    def items(self, table: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """All rows from `start` on, in order of keys."""
+        with self.errors():
+            yield from self._tables[table].items(from_key=start)
+
+    def batch(self) -> "Batch":
+        """An empty batch of changes."""
+        return Batch(self)
+
+    def commit(self, batch: "Batch", *, sync: bool) -> None:
+        """Applies a batch, all or nothing; on the disk on return when `sync`."""
+        options = WriteOptions()
+        options.sync = sync
+        with durable.step("catalog commit", self.path), self.errors():
+            self._db.write(batch.writes, options)
+
+    def handle(self, table: str) -> ColumnFamily:
+        """What a batch needs to know of a table."""
+        return self._db.get_column_family_handle(table)
+
+
+class Batch:
+    """Changes to several tables that are applied together."""
+
+    def __init__(self, database: Database) -> None:
+        self.writes = WriteBatch(raw_mode=True)
+        self._handles = {name: database.handle(name) for name in tables.ALL}
+
+    def put(self, table: str, key: bytes, value: bytes) -> None:
+        """Sets a row."""
+        self.writes.put(key, value, self._handles[table])
+
+    def delete(self, table: str, key: bytes) -> None:
+        """Removes a row, if it is there."""
+        self.writes.delete(key, self._handles[table])

@@ -1,0 +1,184 @@
+"""`gc`: gives back what no image mentions.
+
+First a plan, computed from tombstones and pack totals; then its execution. New packs are durable
+before the change is committed, and old packs are unlinked only after it: at every moment the
+catalog points at bytes that are there.
+"""
+
+import time
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from icefloe import durable
+from icefloe.catalog import DeadBlocks, LocalStore, PackRow
+from icefloe.ids import BlockId
+from icefloe.store.codecs import Codec
+from icefloe.store.pack import Kind, StoredBlock, read_index
+from icefloe.store.reader import BlockReader, Location
+from icefloe.store.writer import PackWriter, staging_leftovers
+
+# Rewriting a pack costs reading and writing what lives in it: not for a few dead blocks.
+REWRITE_WHEN_DEAD = 0.25
+
+# Packs rewritten in one change: bounds the disk space that a collection needs for itself.
+_PACKS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GcOptions:
+    """`grace_seconds`: a block stays that long after its last image was removed."""
+
+    grace_seconds: float = 0.0
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Pack numbers to remove whole and to rewrite, and how many dead blocks stay, why."""
+
+    remove: tuple[int, ...]
+    rewrite: tuple[int, ...]
+    blocks_removed: int
+    kept_by_grace: int
+    kept_in_packs: int
+
+
+@dataclass(frozen=True, slots=True)
+class GcResult:
+    """What was removed. `freed_bytes` is what the disk got back."""
+
+    blocks_removed: int
+    packs_removed: int
+    packs_rewritten: int
+    freed_bytes: int
+    kept_by_grace: int
+    kept_in_packs: int
+
+
+def make_plan(packs: Iterable[PackRow], dead: DeadBlocks, oldest: float) -> Plan:
+    """Which packs go and which are rewritten, given that blocks dead since `oldest` may go. Pure.
+
+    A pack whose blocks are all dead, and old enough, goes whole.
+    """
+    old_enough = dead.since <= oldest
+    numbers, inverse = np.unique(dead.pack, return_inverse=True)
+    dead_bytes = np.zeros(len(numbers), np.int64)
+    np.add.at(dead_bytes, inverse, np.where(old_enough, dead.stored, 0))
+    has_young = np.zeros(len(numbers), np.bool_)
+    np.logical_or.at(has_young, inverse, ~old_enough)
+    at = dict(zip(numbers.tolist(), range(len(numbers)), strict=True))
+    remove, rewrite = [], []
+    for pack in packs:
+        i = at.get(pack.number)
+        if pack.live == 0 and (i is None or not has_young[i]):
+            remove.append(pack.number)
+        elif i is not None and dead_bytes[i] >= REWRITE_WHEN_DEAD * pack.bytes:
+            rewrite.append(pack.number)
+    goes = old_enough & np.isin(dead.pack, [*remove, *rewrite])
+    return Plan(
+        remove=tuple(remove),
+        rewrite=tuple(rewrite),
+        blocks_removed=int(goes.sum()),
+        kept_by_grace=int((~old_enough).sum()),
+        kept_in_packs=int((old_enough & ~goes).sum()),
+    )
+
+
+def collect(store: LocalStore, options: GcOptions) -> GcResult:
+    """Removes what no image mentions and what crashed commands left behind.
+
+    Needs the store open for writing, which keeps every `add` out. Raises Corrupt when a block
+    that would have to be copied is damaged; nothing is lost then.
+    """
+    packs = {pack.number: pack for pack in store.catalog.packs()}
+    dead, oldest = store.catalog.dead_blocks(), time.time() - options.grace_seconds
+    plan = make_plan(packs.values(), dead, oldest)
+    leftovers = _leftovers(store, packs.values())
+    if options.dry_run:
+        freed = sum(path.stat().st_size for path in leftovers)
+        freed += sum(packs[number].bytes for number in plan.remove)
+        freed += sum(packs[number].bytes - packs[number].live for number in plan.rewrite)
+    else:
+        freed = _unlink(leftovers)
+        freed += _drop(store, [packs[number] for number in plan.remove])
+        goes = frozenset(i for i, t in zip(dead.ids, dead.since, strict=True) if t <= oldest)
+        for first in range(0, len(plan.rewrite), _PACKS_AT_ONCE):
+            batch = plan.rewrite[first : first + _PACKS_AT_ONCE]
+            freed += _rewrite(store, [packs[number] for number in batch], goes)
+    return GcResult(
+        blocks_removed=plan.blocks_removed,
+        packs_removed=len(plan.remove),
+        packs_rewritten=len(plan.rewrite),
+        freed_bytes=freed,
+        kept_by_grace=plan.kept_by_grace,
+        kept_in_packs=plan.kept_in_packs,
+    )
+
+
+def _leftovers(store: LocalStore, packs: Iterable[PackRow]) -> list[Path]:
+    """Packs that no catalog row mentions, and staging files: this process has none of its own."""
+    known = {pack.id for pack in packs}
+    orphans = [p for p in store.layout.published() if p not in known]
+    return [*map(store.layout.pack, orphans), *staging_leftovers(store.layout)]
+
+
+def _drop(store: LocalStore, packs: Sequence[PackRow]) -> int:
+    """Removes packs in which nothing lives. Returns the bytes freed."""
+    if not packs:
+        return 0
+    ids = tuple(pack.id for pack in packs)
+    store.commit("gc", packs_dropped=ids)
+    return _unlink(map(store.layout.pack, ids))
+
+
+def _rewrite(store: LocalStore, packs: Sequence[PackRow], goes: Set[BlockId]) -> int:
+    """Copies what stays of these packs to new ones, then removes them. Returns the bytes freed."""
+    writer = PackWriter(store.layout)
+    try:
+        with BlockReader(store.layout) as reader:
+            for pack in packs:
+                _copy(store, reader, pack, goes, writer)
+        added = tuple(writer.finish())
+    except BaseException:
+        writer.abort()
+        raise
+    ids = tuple(pack.id for pack in packs)
+    store.commit("gc", packs_added=added, packs_dropped=ids)
+    return _unlink(map(store.layout.pack, ids)) - writer.stored_bytes
+
+
+def _copy(
+    store: LocalStore,
+    reader: BlockReader,
+    pack: PackRow,
+    goes: Set[BlockId],
+    writer: PackWriter,
+) -> None:
+    """Appends the blocks that stay, as they are stored, in their order."""
+    index = read_index(store.layout.pack(pack.id))
+    ids = [BlockId(i.tobytes()) for i in index["id"]]
+    found, rows = store.catalog.find(ids)
+    # Should another pack hold a copy of a block, its row says which one counts.
+    stays = found.copy()
+    stays[found] = rows["pack"] == pack.number
+    stays &= np.array([i not in goes for i in ids], np.bool_)
+    kept = index[stays]
+    locations = [
+        Location(BlockId(identity), pack.id, offset, stored, raw, codec)
+        for identity, offset, stored, raw, codec, _, _ in kept.tolist()
+    ]
+    payloads = reader.read_stored(locations)
+    for where, kind, payload in zip(locations, kept["kind"].tolist(), payloads, strict=True):
+        block = StoredBlock(where.id, Kind(kind), Codec(where.codec), where.raw, payload)
+        writer.append([block])
+
+
+def _unlink(paths: Iterable[Path]) -> int:
+    freed = 0
+    for path in paths:
+        freed += path.stat().st_size if path.exists() else 0
+        durable.unlink(path)
+    return freed

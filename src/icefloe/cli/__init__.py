@@ -1,0 +1,88 @@
+"""The command `icefloe`: parses arguments, calls the rooms, prints.
+
+Commands live in modules of this package that import nothing heavy before they run: `--help` must
+be there at once.
+"""
+
+import os
+import sys
+
+import click
+
+from icefloe.cli.content import add, export
+from icefloe.cli.context import Context
+from icefloe.cli.images import diff, ls, rm, show, tag
+from icefloe.cli.upkeep import check, gc
+from icefloe.errors import EXIT_CODES, IcefloeError
+
+_EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code}  {what}" for code, what in EXIT_CODES.items())
+
+# What a shell reports for a process that an interrupt ended (128 + SIGINT).
+_INTERRUPTED = 130
+
+
+@click.group(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--store", metavar="DIR", help="The store's folder (or ICEFLOE_STORE).")
+@click.option("--config", metavar="FILE", help="The configuration file (or ICEFLOE_CONFIG).")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bar, no remarks.")
+@click.option("-v", "--verbose", is_flag=True, help="A traceback with every error.")
+@click.version_option(package_name="icefloe")
+@click.pass_context
+def cli(
+    context: click.Context, store: str | None, config: str | None, quiet: bool, verbose: bool
+) -> None:
+    """Stores and moves checkpoints of GPU workloads.
+
+    An image is named NAME[:TAG] (tag `latest` when left out) or @ID, at least 8 hex digits.
+    """
+    context.obj = Context(store, config, quiet)
+
+
+for _command in (add, export, ls, show, diff, tag, rm, gc, check):
+    cli.add_command(_command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs one command and exits with its code."""
+    # A checkpoint holds everything that a process knew: files 0600, folders 0700.
+    os.umask(0o077)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        cli.main(arguments, prog_name="icefloe", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads our output has enough of it. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except BaseException as error:
+        sys.exit(_report(error, "-v" in arguments or "--verbose" in arguments))
+
+
+def _report(error: BaseException, verbose: bool) -> int:
+    """Prints an error as one line; returns the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if verbose:
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        _say("interrupted: nothing was changed; run the command again")
+        return _INTERRUPTED
+    if isinstance(error, IcefloeError):
+        _say(str(error))
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        advice = "`icefloe --help` lists the commands"
+        if isinstance(error, click.UsageError) and error.ctx and error.ctx.info_name:
+            advice = f"see `{error.ctx.command_path} --help`"
+        _say(f"{error.format_message().rstrip('.')}: {advice}")
+        return 2
+    _say(f"unexpected {type(error).__name__} ({error}): run it with -v and report what it prints")
+    return 1
+
+
+def _say(message: str) -> None:
+    print("icefloe:", " ".join(message.split()), file=sys.stderr)

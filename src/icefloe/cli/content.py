@@ -1,0 +1,118 @@
+"""`add` and `export`: bytes in, bytes out."""
+
+from pathlib import Path
+from time import monotonic
+
+import click
+
+from icefloe.cli import output
+from icefloe.cli.context import Context
+from icefloe.errors import UsageError
+
+
+def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
+    labels = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{pair!r} is not a label", "write KEY=VALUE")
+        labels[key] = value
+    return labels
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("name")
+@click.option("--label", "labels", multiple=True, metavar="K=V", help="A label to keep with it.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+@click.pass_obj
+def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_json: bool) -> None:
+    """Store a checkpoint: a directory, or a .tar, .tar.gz or .tar.zst archive."""
+    from icefloe.capture import IngestOptions, add_checkpoint, open_checkpoint
+    from icefloe.ids import parse_name
+
+    started = monotonic()
+    wanted, kept = parse_name(name), _labels(labels)
+    checkpoint = open_checkpoint(path)
+    config = context.config()
+    options = IngestOptions(config.policy, config.workers)
+    with (
+        context.open(write=True, create=True) as store,
+        context.progress("storing", checkpoint.logical_bytes()) as progress,
+    ):
+        result = add_checkpoint(store, checkpoint, wanted, kept, options, progress)
+    seconds = monotonic() - started
+    if as_json:
+        output.print_json(
+            {
+                "id": result.id.hex(),
+                "name": str(wanted),
+                "logical_bytes": result.logical_bytes,
+                "zero_bytes": result.zero_bytes,
+                "new_bytes": result.new_bytes,
+                "stored_bytes": result.stored_bytes,
+                "blocks": result.blocks,
+                "new_blocks": result.new_blocks,
+                "replaced": result.replaced and result.replaced.hex(),
+                "seconds": round(seconds, 3),
+            }
+        )
+        return
+    output.facts(
+        [
+            ("image", f"{wanted}  @{result.id.hex()[:12]}"),
+            ("logical", output.size(result.logical_bytes)),
+            ("zero", output.size(result.zero_bytes)),
+            (
+                "new",
+                f"{output.size(result.new_bytes)} in {result.new_blocks} of {result.blocks} blocks",
+            ),
+            ("store grew by", output.size(result.stored_bytes)),
+            ("time", f"{seconds:.2f} s, {output.rate(result.logical_bytes, seconds)}"),
+        ]
+    )
+    if result.replaced and not context.quiet:
+        click.echo(
+            f"{wanted} was @{result.replaced.hex()[:12]} before; that image is kept", err=True
+        )
+
+
+@click.command()
+@click.argument("name")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+@click.pass_obj
+def export(context: Context, name: str, folder: Path, as_json: bool) -> None:
+    """Write the exact files of an image to a folder that is free."""
+    from icefloe.capture import export_image
+    from icefloe.ids import parse_reference
+
+    started = monotonic()
+    reference = parse_reference(name)
+    with context.open() as store:
+        image = store.catalog.resolve(reference)
+        row = store.catalog.image(image)
+        with context.progress("exporting", row.logical_bytes if row else None) as progress:
+            result = export_image(store, image, folder, context.config().workers, progress)
+    seconds = monotonic() - started
+    if as_json:
+        output.print_json(
+            {
+                "id": result.id.hex(),
+                "path": str(folder),
+                "files": result.files,
+                "logical_bytes": result.logical_bytes,
+                "written_bytes": result.written_bytes,
+                "seconds": round(seconds, 3),
+            }
+        )
+        return
+    output.facts(
+        [
+            ("image", f"{name}  @{result.id.hex()[:12]}"),
+            ("folder", f"{folder}, {result.files} entries"),
+            ("logical", output.size(result.logical_bytes)),
+            ("written", output.size(result.written_bytes)),
+            ("time", f"{seconds:.2f} s, {output.rate(result.logical_bytes, seconds)}"),
+        ]
+    )

@@ -1,0 +1,115 @@
+"""Configuration: a TOML file, the environment, the command line, in rising order of weight.
+
+    [store]
+    path = "/var/lib/icefloe"
+    policy = "balanced"     # fast, balanced, small
+    workers = 0             # threads; 0: two a core
+
+    [gc]
+    grace = "0s"            # how long a block outlives its last image
+
+`ICEFLOE_<SECTION>_<KEY>` overrides a key, `ICEFLOE_STORE` is short for `ICEFLOE_STORE_PATH`.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from icefloe.errors import UsageError
+from icefloe.store.codecs import PolicyName
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
+
+_KEYS = {"store": ("path", "policy", "workers"), "gc": ("grace",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the commands are told. `grace_seconds` is the default of `gc --grace`."""
+
+    store: Path
+    policy: PolicyName
+    workers: int
+    grace_seconds: float
+
+
+def parse_duration(text: str) -> float:
+    """`90`, `90s`, `15m`, `2h`, `7d`, `4w` in seconds. Raises UsageError."""
+    match = _DURATION.fullmatch(text)
+    if not match:
+        raise UsageError(f"{text!r} is not a duration", "write for example 90s, 15m, 2h or 7d")
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def load(file: Path | None, store: Path | None, environment: Mapping[str, str]) -> Config:
+    """The configuration in force. `file` and `store` come from the command line.
+
+    Raises UsageError for a file that can't be read, an unknown key or an impossible value.
+    """
+    named = file or (Path(p) if (p := environment.get("ICEFLOE_CONFIG")) else None)
+    values = _read(named or _default_file(environment), must_exist=named is not None)
+    for section, keys in _KEYS.items():
+        for key in keys:
+            variable = f"ICEFLOE_{section.upper()}_{key.upper()}"
+            if variable in environment:
+                values[f"{section}.{key}"] = environment[variable]
+    path = store or environment.get("ICEFLOE_STORE") or values.get("store.path")
+    return Config(
+        store=Path(path) if path else _default_store(environment),
+        policy=_policy(values.get("store.policy", "balanced")),
+        workers=_workers(values.get("store.workers", 0)),
+        grace_seconds=parse_duration(str(values.get("gc.grace", "0s"))),
+    )
+
+
+def _default_file(environment: Mapping[str, str]) -> Path:
+    if os.geteuid() == 0 and "XDG_CONFIG_HOME" not in environment:
+        return Path("/etc/icefloe/config.toml")
+    base = environment.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "icefloe" / "config.toml"
+
+
+def _default_store(environment: Mapping[str, str]) -> Path:
+    if "XDG_DATA_HOME" in environment:
+        return Path(environment["XDG_DATA_HOME"]) / "icefloe"
+    if os.geteuid() == 0:
+        return Path("/var/lib/icefloe")
+    return Path.home() / ".local" / "share" / "icefloe"
+
+
+def _read(file: Path, *, must_exist: bool) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        if must_exist:
+            raise UsageError(f"no configuration file {file}", "name one that exists") from None
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot use {file} ({error})", "mend it, or name another") from error
+    values = {}
+    for section, content in document.items():
+        for key, value in content.items() if isinstance(content, dict) else [("", content)]:
+            if key not in _KEYS.get(section, ()):
+                known = ", ".join(f"{s}.{k}" for s, keys in _KEYS.items() for k in keys)
+                raise UsageError(f"unknown key {section}.{key} in {file}", f"known are {known}")
+            values[f"{section}.{key}"] = value
+    return values
+
+
+def _policy(value: object) -> PolicyName:
+    for policy in get_args(PolicyName):
+        if value == policy:
+            known: PolicyName = policy
+            return known
+    raise UsageError(f"unknown policy {value!r}", "use fast, balanced or small")
+
+
+def _workers(value: object) -> int:
+    if not str(value).isdigit():
+        raise UsageError(f"store.workers is {value!r}", "use a whole number; 0 means two a core")
+    return int(str(value))

@@ -1,0 +1,102 @@
+"""Where things lie in a store's folder. docs/format.md, "Folder".
+
+format      version and chunking parameters, JSON
+lock        flock: one writer or many readers
+journal     every commit, name change and removal
+packs/ab/   published packs, by the first byte of their id
+staging/    packs being written
+catalog/    RocksDB, can be rebuilt from packs and journal
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from icefloe import durable
+from icefloe.chunker import grains
+from icefloe.errors import Corrupt, StoreNotFound, UnknownFormat
+from icefloe.ids import ID_BYTES, PackId
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The paths of one store."""
+
+    root: Path
+
+    @property
+    def format(self) -> Path:
+        return self.root / "format"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def packs(self) -> Path:
+        return self.root / "packs"
+
+    @property
+    def staging(self) -> Path:
+        return self.root / "staging"
+
+    @property
+    def catalog(self) -> Path:
+        return self.root / "catalog"
+
+    def pack(self, pack: PackId) -> Path:
+        return self.packs / pack[:1].hex() / pack.hex()
+
+    def published(self) -> Iterator[PackId]:
+        """Every pack on disk, in order of ids. Files with other names are passed over."""
+        for folder in sorted(self.packs.glob("[0-9a-f][0-9a-f]")):
+            for path in sorted(folder.iterdir()):
+                if len(path.name) == 2 * ID_BYTES and path.name.startswith(folder.name):
+                    yield PackId(bytes.fromhex(path.name))
+
+
+def _description() -> bytes:
+    chunking = {
+        "average": grains.AVERAGE_BLOCK,
+        "min": grains.MIN_BLOCK,
+        "max": grains.MAX_BLOCK,
+        "min_zero_run": grains.MIN_ZERO_RUN,
+    }
+    return (json.dumps({"format": FORMAT_VERSION, "chunking": chunking}) + "\n").encode()
+
+
+def create(layout: Layout) -> None:
+    """Makes an empty store; finishes one whose making was interrupted."""
+    for folder in (layout.root, layout.packs, layout.staging):
+        durable.make_folder(folder)
+    if not layout.format.exists():
+        durable.publish(layout.format, _description())
+
+
+def require(layout: Layout) -> None:
+    """Raises StoreNotFound, UnknownFormat or Corrupt unless a store of this version is there."""
+    try:
+        content = layout.format.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreNotFound(layout.root) from None
+    try:
+        version = json.loads(content)["format"]
+    except (ValueError, KeyError, TypeError):
+        version = None
+    if not isinstance(version, int):
+        raise Corrupt(f"{layout.format} is damaged", _rewrite_advice(layout))
+    if version > FORMAT_VERSION:
+        raise UnknownFormat(layout.root, version, FORMAT_VERSION)
+    if content != _description():
+        raise Corrupt(f"{layout.format} is damaged", _rewrite_advice(layout))
+
+
+def _rewrite_advice(layout: Layout) -> str:
+    return f"remove {layout.format}; the next `icefloe add` writes it anew"
