@@ -28,7 +28,7 @@ def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
 @click.pass_obj
 def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_json: bool) -> None:
     """Store a checkpoint: a directory, or a .tar, .tar.gz or .tar.zst archive."""
-    from icefloe.capture import IngestOptions, add_checkpoint, open_checkpoint
+    from icefloe.capture.ingest import IngestOptions, add_checkpoint, open_checkpoint
     from icefloe.ids import parse_name
 
     started = monotonic()
@@ -84,7 +84,7 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
 @click.pass_obj
 def export(context: Context, name: str, folder: Path, as_json: bool) -> None:
     """Write the exact files of an image to a folder that is free."""
-    from icefloe.capture import export_image
+    from icefloe.capture.export import export_image
     from icefloe.ids import parse_reference
 
     started = monotonic()

@@ -22,7 +22,7 @@ _json = click.option(
 @click.pass_obj
 def ls(context: Context, pattern: str | None, as_json: bool) -> None:
     """List images; PATTERN is a shell pattern for NAME or NAME:TAG."""
-    from icefloe.gc import summarise
+    from icefloe.gc.capacity import summarise
 
     with context.open() as store:
         listed = [item for item in summarise(store) if _matches(item, pattern)]
@@ -71,7 +71,7 @@ def _listed_json(item: "Listed") -> dict[str, Any]:
 @click.pass_obj
 def show(context: Context, name: str, as_json: bool) -> None:
     """What one image holds and costs."""
-    from icefloe.gc import describe
+    from icefloe.gc.capacity import describe
     from icefloe.ids import parse_reference
 
     reference = parse_reference(name)
@@ -156,7 +156,7 @@ def _description_json(shown: "Description") -> dict[str, Any]:
 @click.pass_obj
 def diff(context: Context, a: str, b: str, as_json: bool) -> None:
     """What two images share, in raw bytes of blocks, and which files differ."""
-    from icefloe.gc import compare
+    from icefloe.gc.capacity import compare
     from icefloe.ids import parse_reference
 
     first, second = parse_reference(a), parse_reference(b)
@@ -230,7 +230,7 @@ def rm(context: Context, names: tuple[str, ...], as_json: bool) -> None:
 
     The space comes back with the next `icefloe gc`.
     """
-    from icefloe.gc import remove
+    from icefloe.gc.removal import remove
     from icefloe.ids import parse_reference
 
     references = [parse_reference(name) for name in names]

@@ -16,7 +16,7 @@ from icefloe.cli.context import Context
 def gc(context: Context, dry_run: bool, grace: str | None, as_json: bool) -> None:
     """Give back the space of blocks that no image mentions."""
     from icefloe.config import parse_duration
-    from icefloe.gc import GcOptions, collect
+    from icefloe.gc.sweep import GcOptions, collect
 
     started = monotonic()
     seconds = context.config().grace_seconds if grace is None else parse_duration(grace)
@@ -58,7 +58,7 @@ def gc(context: Context, dry_run: bool, grace: str | None, as_json: bool) -> Non
 @click.pass_obj
 def check(context: Context, read_data: bool, repair: bool, as_json: bool) -> None:
     """Audit counts, indexes and names. Exits with 4 when something is damaged."""
-    from icefloe.gc import check as audit_store
+    from icefloe.gc.audit import check as audit_store
 
     with context.open(write=repair, repair=repair) as store:
         total = sum(pack.bytes for pack in store.catalog.packs())
