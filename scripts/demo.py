@@ -1,0 +1,210 @@
+"""`make demo`: checkpoints a real process twice, stores both, restores the second.
+
+Where CRIU can't run it says why and does the same with a generated checkpoint, which is exported
+and compared instead of restored. Everything happens in .cache/demo.
+"""
+
+import ctypes
+import filecmp
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACE = ROOT / ".cache" / "demo"
+ICEFLOE = [sys.executable, "-m", "icefloe", "--store", str(PLACE / "store")]
+LOG = PLACE / "count.log"
+MEGABYTES = 100
+
+# A restored process belongs to whoever asked for this; without it, nobody could reap it.
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Failed(Exception):
+    """A step of the demo did not work."""
+
+
+def say(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def icefloe(*arguments: str | Path) -> None:
+    """Runs a command the way a person would, and shows it."""
+    shown = " ".join(str(a).replace(str(PLACE), "$DEMO") for a in arguments)
+    print(f"$ icefloe {shown}", flush=True)
+    subprocess.run([*ICEFLOE, *map(str, arguments)], check=True)
+
+
+def icefloe_json(*arguments: str | Path) -> dict[str, Any]:
+    """Runs a command for its JSON."""
+    command = [*ICEFLOE, *map(str, arguments), "--json"]
+    document: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=-1).stdout)
+    return document
+
+
+def find_criu() -> tuple[Path | None, str]:
+    """A CRIU that works here, or None and the reason."""
+    if os.geteuid() != 0:
+        return None, "CRIU needs root"
+    named = os.environ.get("ICEFLOE_CAPTURE_CRIU")
+    private = [ROOT / ".cache" / "criu" / version / "criu" for version in ("4.2", "4.1")]
+    reason = "no CRIU was found; `make criu` installs a private copy"
+    for criu in [Path(named)] if named else private:
+        if criu.exists():
+            check = subprocess.run([criu, "check"], capture_output=True, text=True)
+            if check.returncode == 0:
+                return criu, ""
+            reason = f"`{criu} check` fails: {(check.stdout + check.stderr).strip()}"
+    return None, reason
+
+
+def counts() -> list[str]:
+    return LOG.read_text().splitlines() if LOG.exists() else []
+
+
+def wait_for_counts(number: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(counts()) < number:
+        if time.monotonic() > deadline:
+            raise Failed(f"the process stopped counting at {len(counts())}")
+        time.sleep(0.05)
+
+
+def run_criu(criu: Path, action: str, folder: Path, *arguments: str) -> float:
+    """Runs CRIU; returns how long it took, in seconds."""
+    print(f"$ criu {action} -D {str(folder).replace(str(PLACE), '$DEMO')} {' '.join(arguments)}")
+    started = time.monotonic()
+    log = PLACE / f"{action}.log"
+    command = [str(criu), action, "-D", str(folder), "-o", str(log), "-v2", *arguments]
+    if subprocess.run(command).returncode:
+        raise Failed(f"criu {action} failed, see {log}")
+    return time.monotonic() - started
+
+
+def reap(pid: int) -> None:
+    """Ends the process, if it still runs, and takes it off the process table."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
+
+
+def real_demo(criu: Path) -> None:
+    """The whole way: process, two checkpoints, store, export, restore."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    say(f"a process with {MEGABYTES} MB of random data starts counting")
+    program = [sys.executable, str(ROOT / "scripts" / "demo_process.py"), str(LOG), str(MEGABYTES)]
+    process = subprocess.Popen(
+        program,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_for_counts(5)
+        say("it is checkpointed twice, one second apart; the second time it ends")
+        for name in ("first", "second"):
+            (PLACE / name).mkdir()
+        run_criu(criu, "dump", PLACE / "first", "-t", str(process.pid), "--leave-running")
+        wait_for_counts(len(counts()) + 10)
+        run_criu(criu, "dump", PLACE / "second", "-t", str(process.pid))
+        process.wait()
+        store_both("first", "second")
+        say("the checkpoints are deleted; the second comes back out of the store")
+        shutil.rmtree(PLACE / "first")
+        shutil.rmtree(PLACE / "second")
+        icefloe("export", "demo:second", PLACE / "exported")
+        say("CRIU restores the process from it")
+        before = counts()
+        run_criu(criu, "restore", PLACE / "exported", "-d")
+        wait_for_counts(len(before) + 10)
+        show_counting_on(before, counts())
+    finally:
+        reap(process.pid)
+
+
+def show_counting_on(before: list[str], after: list[str]) -> None:
+    print(f"\ncounted before the checkpoint:  ... {', '.join(before[-3:])}")
+    print(f"counted after the restore:      {', '.join(after[len(before) : len(before) + 5])} ...")
+    expected = [f"{i} memory intact" for i in range(len(after))]
+    if after != expected:
+        raise Failed("the process did not count on where it was")
+
+
+def store_both(first: str, second: str) -> None:
+    say("both are stored")
+    icefloe("add", PLACE / first, "demo:first", "--label", "made-by=demo")
+    icefloe("add", PLACE / second, "demo:second", "--label", "made-by=demo")
+    print()
+    icefloe("ls")
+    shared = icefloe_json("diff", "demo:first", "demo:second")
+    image = icefloe_json("show", "demo:second")
+    part = 100 * image["exclusive_bytes"] / image["logical_bytes"]
+    print(
+        f"\nThe second checkpoint has {image['logical_bytes'] / 1e6:.0f} MB, "
+        f"{shared['shared_bytes'] / 1e6:.0f} MB of them in blocks that the first has too;\n"
+        f"keeping it costs {image['exclusive_bytes'] / 1e6:.2f} MB, {part:.2f} % of its size."
+    )
+
+
+def generated_demo(reason: str) -> None:
+    """The same without CRIU: a made-up checkpoint, exported and compared."""
+    say(f"CRIU can't run here: {reason}")
+    print("The demo goes on with a generated checkpoint.")
+    rng = random.Random(1)
+    pages = [rng.randbytes(4096) for _ in range(MEGABYTES << 8)]
+    write_checkpoint(PLACE / "first", pages)
+    for at in range(0, len(pages), len(pages) // 10):
+        pages[at] = rng.randbytes(4096)
+    write_checkpoint(PLACE / "second", [rng.randbytes(4096), *pages])
+    store_both("first", "second")
+    say("the second comes back out of the store")
+    icefloe("export", "demo:second", PLACE / "exported")
+    names = sorted(os.listdir(PLACE / "second"))
+    same, _, _ = filecmp.cmpfiles(PLACE / "second", PLACE / "exported", names, shallow=False)
+    if sorted(same) != names:
+        raise Failed("the export differs from what was stored")
+    print("\nEvery byte is the same.")
+
+
+def write_checkpoint(folder: Path, pages: list[bytes]) -> None:
+    folder.mkdir()
+    (folder / "pages-1.img").write_bytes(b"".join(pages) + bytes(10 << 20))
+    (folder / "inventory.img").write_bytes(b"generated\n")
+
+
+def main() -> int:
+    shutil.rmtree(PLACE, ignore_errors=True)
+    PLACE.mkdir(parents=True)
+    print(f"DEMO={PLACE}")
+    criu, reason = find_criu()
+    try:
+        if criu is not None:
+            real_demo(criu)
+        else:
+            generated_demo(reason)
+        say("and the store is whole")
+        icefloe("check", "--read-data")
+    except (Failed, subprocess.CalledProcessError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    print(
+        "\nThe store is still there: try `.venv/bin/icefloe --store $DEMO/store show demo:second`."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
