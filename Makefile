@@ -30,6 +30,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy scripts/criu
+	$(BIN)/mypy scripts/private-packages
 	$(BIN)/lint-imports
 
 test: lint

@@ -114,7 +114,7 @@ def _commit(store: LocalStore, ingest: "_Ingest", manifest: Manifest, name: Name
         block = StoredBlock(identity, Kind.MANIFEST, coded.codec, len(encoded), coded.payload)
         ingest.writer.append([block])
     packs = ingest.writer.finish()
-    before = store.catalog.names().get(str(name))
+    before = store.catalog.named(name)
     is_new = store.catalog.image(identity) is None
     store.commit(
         "add",

@@ -8,7 +8,7 @@ blocks and its own manifest, each once.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,32 +39,22 @@ def apply_changes(
 ) -> list[Lost]:
     """Brings the catalog up to the last entry. Returns the images that could not be applied.
 
-    Looks ahead: what a later change drops or removes isn't needed and may be gone from the disk
-    already, so earlier changes are applied without it.
+    Looks ahead: a pack that is dropped later isn't needed and may be gone from the disk already,
+    and an image that is removed later may do without.
     """
     entries = list(entries)
-    last_dropped: dict[bytes, int] = {}
+    last_gone: dict[bytes, int] = {}
     for i, entry in enumerate(entries):
-        last_dropped.update(dict.fromkeys(entry.change.packs_dropped, i))
-        last_dropped.update(dict.fromkeys(entry.change.images_removed, i))
+        last_gone.update(dict.fromkeys(entry.change.packs_dropped, i))
+        last_gone.update(dict.fromkeys(entry.change.images_removed, i))
     lost: list[Lost] = []
     for i, entry in enumerate(entries):
-        wanted = _Wanted(
-            packs=[p for p in entry.change.packs_added if last_dropped.get(p, -1) <= i],
-            images=[m for m in entry.change.images_added if last_dropped.get(m, -1) <= i],
-        )
-        application = _Application(layout, catalog, entry.change, wanted)
-        application.run(entry.end, sync)
-        lost += application.lost
+        added = entry.change.packs_added
+        staying = tuple(pack for pack in added if last_gone.get(pack, -1) <= i)
+        application = Application(layout, catalog, replace(entry.change, packs_added=staying))
+        application.commit(entry.end, sync=sync)
+        lost += [item for item in application.lost if last_gone.get(item.image, -1) <= i]
     return lost
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What a change adds and no later one takes away."""
-
-    packs: list[PackId]
-    images: list[BlockId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +105,28 @@ def _split(ids: NDArray[np.bytes_]) -> list[bytes]:
     return [joined[i : i + 32] for i in range(0, len(joined), 32)]
 
 
-class _Application:
-    """One change on its way into one batch."""
+class Application:
+    """One change as one batch: computed when made, written by `commit`.
 
-    def __init__(self, layout: Layout, catalog: Catalog, change: Change, wanted: _Wanted) -> None:
+    `lost` names the images that the change adds and that are not complete; they are left out.
+    Raises Corrupt when the change would break an invariant.
+    """
+
+    def __init__(self, layout: Layout, catalog: Catalog, change: Change) -> None:
         self._layout = layout
         self._catalog = catalog
         self._database = catalog.database
         self._change = change
-        self._wanted = wanted
         self.lost: list[Lost] = []
+        self._batch = self._compute()
 
-    def run(self, end: Position, sync: bool) -> None:
-        """Computes the batch and commits it."""
+    def commit(self, end: Position, *, sync: bool) -> None:
+        """Writes the batch, and that the catalog now stands at `end` of the journal."""
+        applied = np.array((end.offset, end.sequence), tables.APPLIED_DTYPE)
+        self._batch.put(tables.META, tables.APPLIED, applied.tobytes())
+        self._database.commit(self._batch, sync=sync)
+
+    def _compute(self) -> Batch:
         packs = self._new_packs()
         gone = self._dropped_packs()
         entering = self._entering(packs)
@@ -140,15 +139,14 @@ class _Application:
         self._put_blocks(batch, rows, gone)
         self._put_packs(batch, rows, packs, gone)
         self._put_images(batch, entering, leaving)
-        applied = np.array((end.offset, end.sequence), tables.APPLIED_DTYPE)
-        batch.put(tables.META, tables.APPLIED, applied.tobytes())
-        self._database.commit(batch, sync=sync)
+        return batch
 
     # What comes and goes
 
     def _new_packs(self) -> list[_Pack]:
-        known = self._database.get_many(tables.PACK_NUMBERS, [*self._wanted.packs])
-        new = [p for p, value in zip(self._wanted.packs, known, strict=True) if value is None]
+        added = self._change.packs_added
+        known = self._database.get_many(tables.PACK_NUMBERS, list(added))
+        new = [pack for pack, value in zip(added, known, strict=True) if value is None]
         value = self._database.get(tables.META, tables.NEXT_PACK)
         first = int.from_bytes(value, "big") if value else 0
         packs: list[_Pack] = []
@@ -180,7 +178,7 @@ class _Application:
 
     def _entering(self, packs: list[_Pack]) -> list[_Mention]:
         mentions = []
-        for image in dict.fromkeys(self._wanted.images):
+        for image in dict.fromkeys(self._change.images_added):
             if self._catalog.image(image) is not None:
                 continue
             try:
@@ -263,12 +261,13 @@ class _Application:
         leaves = rows.found & ~rows.placed & np.isin(rows.before["pack"], list(gone))
         if (rows.after["count"][leaves] > 0).any():
             raise CorruptCatalog(self._database.path, "a pack to be dropped holds blocks in use")
-        keys = rows.keys()
+        keys, values = rows.keys(), rows.after.tobytes()
+        width = tables.BLOCK_DTYPE.itemsize
         was_dead = rows.found & (rows.before["count"] == 0)
         dead = rows.present & ~leaves & (rows.after["count"] == 0)
         written = rows.present & ~leaves & (rows.placed | (rows.before != rows.after))
         for i in np.flatnonzero(written).tolist():
-            batch.put(tables.BLOCKS, keys[i], rows.after[i].tobytes())
+            batch.put(tables.BLOCKS, keys[i], values[i * width : (i + 1) * width])
         for i in np.flatnonzero(leaves).tolist():
             batch.delete(tables.BLOCKS, keys[i])
         time = np.array(self._change.time, tables.TIME_DTYPE).tobytes()

@@ -121,6 +121,13 @@ class Catalog:
             for key, value in self.database.items(tables.NAMES)
         }
 
+    def named(self, name: Name) -> BlockId | None:
+        """The image that a name points at, None when there is no such name."""
+        value = self.database.get(tables.NAMES, str(name).encode())
+        if value is None:
+            return None
+        return BlockId(np.frombuffer(value, tables.NAME_DTYPE)["image"][0].tobytes())
+
     def names_of(self, identity: BlockId) -> list[str]:
         """The names that point at an image, sorted."""
         return sorted(name for name, image in self.names().items() if image == identity)
@@ -129,10 +136,10 @@ class Catalog:
         """The image that a name or an id prefix means. Raises ImageNotFound or UsageError."""
         if isinstance(reference, IdPrefix):
             return self._resolve_prefix(reference)
-        value = self.database.get(tables.NAMES, str(reference).encode())
-        if value is None:
+        image = self.named(reference)
+        if image is None:
             raise ImageNotFound(str(reference))
-        return BlockId(np.frombuffer(value, tables.NAME_DTYPE)["image"][0].tobytes())
+        return image
 
     def _resolve_prefix(self, prefix: IdPrefix) -> BlockId:
         start = bytes.fromhex(prefix.digits + "0" * (len(prefix.digits) % 2))

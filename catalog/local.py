@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from icefloe.catalog.apply import Lost, apply_changes
+from icefloe.catalog.apply import Application, Lost, apply_changes
 from icefloe.catalog.catalog import Catalog
 from icefloe.catalog.lock import WAIT_SECONDS, Lock
 from icefloe.errors import Corrupt, CorruptJournal
 from icefloe.ids import BlockId, PackId
 from icefloe.store import layout as layouts
 from icefloe.store import manifest as manifests
-from icefloe.store.journal import START, Change, Entry, Journal, Operation, Position
+from icefloe.store.journal import START, Change, Journal, Operation, Position
 from icefloe.store.layout import Layout
 from icefloe.store.manifest import Manifest
 from icefloe.store.reader import BlockReader
@@ -71,7 +71,8 @@ class LocalStore:
         """Makes one change durable: in the journal first, then in the catalog.
 
         The packs must be durable already. From the moment the journal has it, the change is
-        made: if the catalog can't follow, the next writer brings it up.
+        made: if the catalog can't follow, the next writer brings it up. Raises Corrupt, with
+        nothing changed, when the change would break an invariant.
         """
         change = Change(
             operation=operation,
@@ -82,13 +83,21 @@ class LocalStore:
             images_removed=images_removed,
             names=names or {},
         )
+        application = Application(self.layout, self.catalog, change)
+        if application.lost:
+            raise application.lost[0].reason
         self._position = self.journal.append(change, self._position)
         # A pack is unlinked after its change, so the catalog must not fall back to before it.
-        lost = apply_changes(
-            self.layout, self.catalog, [Entry(change, self._position)], sync=bool(packs_dropped)
-        )
-        if lost:
-            raise lost[0].reason
+        application.commit(self._position, sync=bool(packs_dropped))
+
+    def rebuild(self) -> None:
+        """Makes the catalog anew from packs and journal. Raises CorruptJournal."""
+        tail = self.journal.read()
+        self.catalog.close()
+        shutil.rmtree(self.layout.catalog)
+        self.catalog = Catalog(self.layout.catalog, write=True)
+        self.lost = apply_changes(self.layout, self.catalog, tail.entries, sync=True)
+        self._position = tail.end
 
     def rewrite_journal(self) -> None:
         """Replaces a damaged journal by one change that holds what the catalog holds."""
@@ -188,11 +197,7 @@ def _recover(store: LocalStore, repair: bool) -> None:
         return
     try:
         store.lost = apply_changes(store.layout, store.catalog, tail.entries, sync=True)
+        store._position = tail.end
     except Corrupt:
         # The catalog fell back to before a collection whose packs are gone: start over.
-        store.catalog.close()
-        shutil.rmtree(store.layout.catalog)
-        store.catalog = Catalog(store.layout.catalog, write=True)
-        tail = store.journal.read()
-        store.lost = apply_changes(store.layout, store.catalog, tail.entries, sync=True)
-    store._position = tail.end
+        store.rebuild()

@@ -8,21 +8,34 @@ gives back (docs/invariants.md tells the two apart).
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from icefloe import durable
 from icefloe.catalog import LocalStore
 from icefloe.errors import Corrupt
+from icefloe.gc.sweep import leftovers
 from icefloe.ids import BlockId, PackId
 from icefloe.store.journal import Change
 from icefloe.store.manifest import Manifest
 from icefloe.store.pack import read_index
 from icefloe.store.verify import verify_pack
-from icefloe.store.writer import staging_leftovers
 
 _MAX_WORKERS = 16
+
+# Wrong in the catalog only: packs and journal know better.
+_MENDED_BY_REBUILD = {
+    "wrong-count",
+    "wrong-live-bytes",
+    "wrong-location",
+    "wrong-tombstone",
+    "wrong-totals",
+    "dangling-name",
+    "block-missing",
+    "journal-differs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,8 @@ class Problem:
     what: str
     waste: bool = False
     """Space only: nothing is lost, the next `gc` heals it."""
+
+    repaired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +61,8 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """No damage. Waste is allowed."""
-        return all(problem.waste for problem in self.problems)
+        """No damage is left. Waste is allowed."""
+        return all(problem.waste or problem.repaired for problem in self.problems)
 
 
 Progress = Callable[[int], None]
@@ -68,6 +83,21 @@ def check(store: LocalStore, *, read_data: bool, progress: Progress = lambda cou
     if read_data:
         problems += _read_all(store, [pack.id for pack in packs], progress)
     return Audit(len(images), len(ids), len(packs), tuple(problems))
+
+
+def repair(store: LocalStore, audit: Audit) -> Audit:
+    """Mends what packs and journal can mend; the same audit, with what is gone marked repaired.
+
+    A wrong catalog is rebuilt, and what dead processes left is removed. Damaged data stays.
+    """
+    if any(p.kind in _MENDED_BY_REBUILD for p in audit.problems):
+        store.rebuild()
+    for path in leftovers(store):
+        durable.unlink(path)
+    left = {(p.kind, p.what) for p in check(store, read_data=False).problems}
+    left |= {(p.kind, p.what) for p in audit.problems if p.kind == "data-damaged"}
+    marked = [replace(p, repaired=(p.kind, p.what) not in left) for p in audit.problems]
+    return replace(audit, problems=tuple(marked))
 
 
 def _check_counts(
@@ -184,13 +214,11 @@ def _replay(changes: list[Change]) -> tuple[set[BlockId], set[PackId], dict[str,
 
 
 def _find_waste(store: LocalStore) -> Iterator[Problem]:
-    known = {pack.id for pack in store.catalog.packs()}
-    for pack in store.layout.published():
-        if pack not in known:
-            path = store.layout.pack(pack)
+    for path in leftovers(store):
+        if path.parent == store.layout.staging:
+            yield Problem("staging-leftover", f"an unfinished command left {path}", waste=True)
+        else:
             yield Problem("orphan-pack", f"no image needs {path}", waste=True)
-    for path in staging_leftovers(store.layout):
-        yield Problem("staging-leftover", f"an unfinished command left {path}", waste=True)
 
 
 def _read_all(store: LocalStore, packs: list[PackId], progress: Progress) -> Iterator[Problem]:

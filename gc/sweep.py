@@ -96,13 +96,13 @@ def collect(store: LocalStore, options: GcOptions) -> GcResult:
     packs = {pack.number: pack for pack in store.catalog.packs()}
     dead, oldest = store.catalog.dead_blocks(), time.time() - options.grace_seconds
     plan = make_plan(packs.values(), dead, oldest)
-    leftovers = _leftovers(store, packs.values())
+    abandoned = leftovers(store)
     if options.dry_run:
-        freed = sum(path.stat().st_size for path in leftovers)
+        freed = sum(path.stat().st_size for path in abandoned)
         freed += sum(packs[number].bytes for number in plan.remove)
         freed += sum(packs[number].bytes - packs[number].live for number in plan.rewrite)
     else:
-        freed = _unlink(leftovers)
+        freed = _unlink(abandoned)
         freed += _drop(store, [packs[number] for number in plan.remove])
         goes = frozenset(i for i, t in zip(dead.ids, dead.since, strict=True) if t <= oldest)
         for first in range(0, len(plan.rewrite), _PACKS_AT_ONCE):
@@ -118,9 +118,9 @@ def collect(store: LocalStore, options: GcOptions) -> GcResult:
     )
 
 
-def _leftovers(store: LocalStore, packs: Iterable[PackRow]) -> list[Path]:
+def leftovers(store: LocalStore) -> list[Path]:
     """Packs that no catalog row mentions, and staging files: this process has none of its own."""
-    known = {pack.id for pack in packs}
+    known = {pack.id for pack in store.catalog.packs()}
     orphans = [p for p in store.layout.published() if p not in known]
     return [*map(store.layout.pack, orphans), *staging_leftovers(store.layout)]
 

@@ -208,7 +208,7 @@ def tag(context: Context, name: str, new: str, as_json: bool) -> None:
     reference, wanted = parse_reference(name), parse_name(new)
     with context.open(write=True) as store:
         image = store.catalog.resolve(reference)
-        before = store.catalog.names().get(str(wanted))
+        before = store.catalog.named(wanted)
         if before != image:
             store.commit("tag", names={str(wanted): image})
     replaced = before if before != image else None

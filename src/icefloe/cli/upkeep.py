@@ -59,11 +59,14 @@ def gc(context: Context, dry_run: bool, grace: str | None, as_json: bool) -> Non
 def check(context: Context, read_data: bool, repair: bool, as_json: bool) -> None:
     """Audit counts, indexes and names. Exits with 4 when something is damaged."""
     from icefloe.gc.audit import check as audit_store
+    from icefloe.gc.audit import repair as repair_store
 
     with context.open(write=repair, repair=repair) as store:
         total = sum(pack.bytes for pack in store.catalog.packs())
         with context.progress("reading", total if read_data else 0) as progress:
             audit = audit_store(store, read_data=read_data, progress=progress)
+        if repair:
+            audit = repair_store(store, audit)
     if as_json:
         output.print_json(
             {
@@ -72,7 +75,7 @@ def check(context: Context, read_data: bool, repair: bool, as_json: bool) -> Non
                 "blocks": audit.blocks,
                 "packs": audit.packs,
                 "problems": [
-                    {"kind": p.kind, "what": p.what, "waste": p.waste, "repaired": False}
+                    {"kind": p.kind, "what": p.what, "waste": p.waste, "repaired": p.repaired}
                     for p in audit.problems
                 ],
             }
@@ -80,7 +83,9 @@ def check(context: Context, read_data: bool, repair: bool, as_json: bool) -> Non
     else:
         print(f"{audit.images} images, {audit.blocks} blocks, {audit.packs} packs")
         for problem in audit.problems:
-            print(f"{'waste' if problem.waste else 'DAMAGE'}  {problem.kind}: {problem.what}")
+            weight = "waste" if problem.waste else "DAMAGE"
+            mended = " (repaired)" if problem.repaired else ""
+            print(f"{weight}  {problem.kind}: {problem.what}{mended}")
         print("ok" if audit.ok else "damaged")
     if not audit.ok:
         raise click.exceptions.Exit(4)
