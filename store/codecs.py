@@ -44,8 +44,8 @@ POLICIES: dict[PolicyName, Policy] = {
     "small": Policy(zstd_level=6, worth=0.99),
 }
 
-# The sample: enough places to see a mixed block, small enough to cost a tenth of coding it.
-_SAMPLES = 8
+# The sample: enough places to see a mixed block, small enough to cost a twentieth of coding it.
+_SAMPLES = 4
 _SAMPLE_BYTES = 1024
 
 # What lz4 shrinks below this, zstd shrinks for certain: no second look.
