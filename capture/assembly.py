@@ -79,7 +79,7 @@ class Assembly:
 
     def _spans(self) -> dict[str, tuple[int, int]]:
         starts = list(self._start.values())
-        ends = [*starts[1:], len(self._block)]
+        ends = [*starts[1:], len(self._block)][: len(starts)]
         return dict(zip(self._start, zip(starts, ends, strict=True), strict=True))
 
     def _in_order_of_use(self, extents: Extents) -> NDArray[np.void]:
