@@ -8,6 +8,7 @@ number of workers, not by the size of the image.
 
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from icefloe.capture.archive import Archive
 from icefloe.capture.assembly import Assembly
 from icefloe.capture.source import Checkpoint, read_errors
 from icefloe.capture.tree import Tree
@@ -36,15 +36,13 @@ from icefloe.store.writer import PackWriter
 # What a window may leave undecided for the next one (see CutStream.pending).
 _CARRY_BYTES = MAX_BLOCK + MIN_ZERO_RUN
 
-# Two threads a core: one works while the other waits for its turn or for the disk. More than the
-# maximum would only wait for the interpreter and for each other.
-_WORKERS_PER_CORE = 2
+# More threads than this would only wait for the interpreter and for each other.
 _MAX_WORKERS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """How to store. `workers` 0 means two a core."""
+    """How to store. `workers` 0 means one a core."""
 
     policy: PolicyName = "balanced"
     workers: int = 0
@@ -72,9 +70,12 @@ Progress = Callable[[int], None]
 def open_checkpoint(path: Path) -> Checkpoint:
     """A directory or an archive. Raises SourceUnreadable, SourceChanged or BadSource."""
     with read_errors(path):
-        is_folder = path.is_dir()
-        path.stat()
-    return Tree(path) if is_folder else Archive(path)
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    if is_folder:
+        return Tree(path)
+    from icefloe.capture.archive import Archive  # loads tarfile and four decompressors
+
+    return Archive(path)
 
 
 def add_checkpoint(
@@ -203,8 +204,7 @@ class _Ingest:
         self.new_blocks = 0
         self._catalog = store.catalog
         self._policy: PolicyName = options.policy
-        default = _WORKERS_PER_CORE * (os.cpu_count() or 1)
-        self._workers = min(options.workers or default, _MAX_WORKERS)
+        self._workers = min(options.workers or os.cpu_count() or 1, _MAX_WORKERS)
         self._progress = progress
         self._reading = threading.Lock()
         self._claiming = threading.Lock()

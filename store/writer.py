@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 
@@ -31,7 +30,7 @@ class _Staged:
     """One pack being written."""
 
     def __init__(self, layout: Layout) -> None:
-        self.path = layout.staging / f"{os.getpid()}-{uuid4().hex}"
+        self.path = layout.staging / f"{os.getpid()}-{os.urandom(8).hex()}"
         with durable.write_errors(self.path):
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.position = 0

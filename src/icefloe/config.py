@@ -3,7 +3,7 @@
     [store]
     path = "/var/lib/icefloe"
     policy = "balanced"     # fast, balanced, small
-    workers = 0             # threads; 0: two a core
+    workers = 0             # threads; 0: one a core
 
     [gc]
     grace = "0s"            # how long a block outlives its last image
@@ -111,5 +111,5 @@ def _policy(value: object) -> PolicyName:
 
 def _workers(value: object) -> int:
     if not str(value).isdigit():
-        raise UsageError(f"store.workers is {value!r}", "use a whole number; 0 means two a core")
+        raise UsageError(f"store.workers is {value!r}", "use a whole number; 0 means one a core")
     return int(str(value))
