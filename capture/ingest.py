@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from icefloe.capture.assembly import Assembly
-from icefloe.capture.source import Checkpoint, read_errors
+from icefloe.capture.source import Checkpoint
 from icefloe.capture.tree import Tree
 from icefloe.capture.windows import WINDOW_BYTES, Group, Window, windows
 from icefloe.catalog import LocalStore
 from icefloe.chunker import MAX_BLOCK, Marks, scan
 from icefloe.chunker.grains import MIN_ZERO_RUN
-from icefloe.errors import BadSource, CorruptManifest
+from icefloe.errors import BadSource, CorruptManifest, SourceUnreadable
 from icefloe.ids import BlockId, Name, block_id
 from icefloe.store import manifest as manifests
 from icefloe.store.codecs import Encoder, PolicyName
@@ -69,8 +69,10 @@ Progress = Callable[[int], None]
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """A directory or an archive. Raises SourceUnreadable, SourceChanged or BadSource."""
-    with read_errors(path):
+    try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        raise SourceUnreadable(path, error.strerror or str(error)) from error
     if is_folder:
         return Tree(path)
     from icefloe.capture.archive import Archive  # loads tarfile and four decompressors

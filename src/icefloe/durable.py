@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from icefloe.errors import NoSpace, NotWritable
+from icefloe.errors import IcefloeError, NoSpace, NotWritable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -29,7 +29,6 @@ hook: Callable[[str, Path], None] = _no_hook
 _IOV_MAX = 1024
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @contextmanager
@@ -37,14 +36,12 @@ def write_errors(path: Path) -> Iterator[None]:
     """Turns what the operating system says about a refused write into NoSpace or NotWritable."""
     try:
         yield
-    except OSError as error:
-        if isinstance(error, NoSpace | NotWritable):
-            raise
-        if error.errno in _FULL:
-            raise NoSpace(path, os.strerror(error.errno)) from error
-        if error.errno in _REFUSED:
-            raise NotWritable(path, os.strerror(error.errno)) from error
+    except IcefloeError:
         raise
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        kind = NoSpace if error.errno in _FULL else NotWritable
+        raise kind(path, reason) from error
 
 
 @contextmanager

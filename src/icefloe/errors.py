@@ -55,7 +55,7 @@ class SourceUnreadable(IcefloeError, OSError):
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(
             f"cannot read {path} ({reason})",
-            "nothing was stored; make it readable for this user and run the command again",
+            "nothing was stored; name a checkpoint that this user can read",
         )
         self.path = Path(path)
 
@@ -216,14 +216,14 @@ class NoSpace(IcefloeError, OSError):
 
 
 class NotWritable(IcefloeError, OSError):
-    """A folder or file system refuses writes."""
+    """A folder or file system refuses writes: no permission, read-only, no folder, I/O error."""
 
     exit_code = 8
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(
             f"cannot write {path} ({reason})",
-            "make it writable for this user, or name another store with --store",
+            "make it a folder that this user can write to, or name another one",
         )
         self.path = Path(path)
 

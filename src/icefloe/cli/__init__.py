@@ -74,12 +74,18 @@ def _report(error: BaseException, verbose: bool) -> int:
     if isinstance(error, IcefloeError):
         _say(str(error))
         return error.exit_code
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        print(error.format_message(), file=sys.stderr)
+        return 2
     if isinstance(error, click.ClickException):
         advice = "`icefloe --help` lists the commands"
         if isinstance(error, click.UsageError) and error.ctx and error.ctx.info_name:
             advice = f"see `{error.ctx.command_path} --help`"
         _say(f"{error.format_message().rstrip('.')}: {advice}")
         return 2
+    if isinstance(error, OSError) and error.filename is not None:
+        _say(f"cannot use {error.filename} ({error.strerror}): check its permissions and its disk")
+        return 3
     _say(f"unexpected {type(error).__name__} ({error}): run it with -v and report what it prints")
     return 1
 

@@ -44,7 +44,10 @@ def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
 def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_json: bool) -> None:
-    """Store a checkpoint: a directory, or a .tar, .tar.gz or .tar.zst archive."""
+    """Store a checkpoint under a name.
+
+    PATH is a directory, or a .tar, .tar.gz or .tar.zst archive.
+    """
     from icefloe.capture.ingest import IngestOptions, add_checkpoint, open_checkpoint
     from icefloe.ids import parse_name
 
@@ -101,7 +104,7 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
 def export(context: Context, name: str, folder: Path, as_json: bool) -> None:
-    """Write the exact files of an image to a folder that is free."""
+    """Write the exact files of an image to a folder."""
     from icefloe.capture.export import export_image
     from icefloe.ids import parse_reference
 

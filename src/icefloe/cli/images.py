@@ -21,7 +21,10 @@ _json = click.option(
 @_json
 @click.pass_obj
 def ls(context: Context, pattern: str | None, as_json: bool) -> None:
-    """List images; PATTERN is a shell pattern for NAME or NAME:TAG."""
+    """List images.
+
+    PATTERN is a shell pattern for NAME or NAME:TAG.
+    """
     from icefloe.gc.capacity import summarise
 
     with context.open() as store:
@@ -70,7 +73,7 @@ def _listed_json(item: "Listed") -> dict[str, Any]:
 @_json
 @click.pass_obj
 def show(context: Context, name: str, as_json: bool) -> None:
-    """What one image holds and costs."""
+    """Tell what one image holds and costs."""
     from icefloe.gc.capacity import describe
     from icefloe.ids import parse_reference
 
@@ -155,7 +158,10 @@ def _description_json(shown: "Description") -> dict[str, Any]:
 @_json
 @click.pass_obj
 def diff(context: Context, a: str, b: str, as_json: bool) -> None:
-    """What two images share, in raw bytes of blocks, and which files differ."""
+    """Tell what two images share.
+
+    Sizes are raw bytes of blocks; the files that differ are listed.
+    """
     from icefloe.gc.capacity import compare
     from icefloe.ids import parse_reference
 
@@ -202,7 +208,7 @@ def diff(context: Context, a: str, b: str, as_json: bool) -> None:
 @_json
 @click.pass_obj
 def tag(context: Context, name: str, new: str, as_json: bool) -> None:
-    """Give an image one more name, or move a name to it."""
+    """Give an image one more name."""
     from icefloe.ids import parse_name, parse_reference
 
     reference, wanted = parse_reference(name), parse_name(new)
@@ -226,9 +232,10 @@ def tag(context: Context, name: str, new: str, as_json: bool) -> None:
 @_json
 @click.pass_obj
 def rm(context: Context, names: tuple[str, ...], as_json: bool) -> None:
-    """Remove names, and images that have none left; @ID removes an image and all its names.
+    """Remove names, and images without any.
 
-    The space comes back with the next `icefloe gc`.
+    An image goes with its last name; @ID takes the image and all its names. The space comes
+    back with the next `icefloe gc`.
     """
     from icefloe.gc.removal import remove
     from icefloe.ids import parse_reference

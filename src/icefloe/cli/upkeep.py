@@ -14,7 +14,7 @@ from icefloe.cli.context import Context
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
 def gc(context: Context, dry_run: bool, grace: str | None, as_json: bool) -> None:
-    """Give back the space of blocks that no image mentions."""
+    """Give back the space of what no image needs."""
     from icefloe.config import parse_duration
     from icefloe.gc.sweep import GcOptions, collect
 
@@ -57,7 +57,10 @@ def gc(context: Context, dry_run: bool, grace: str | None, as_json: bool) -> Non
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
 def check(context: Context, read_data: bool, repair: bool, as_json: bool) -> None:
-    """Audit counts, indexes and names. Exits with 4 when something is damaged."""
+    """Audit counts, indexes, names, data.
+
+    Exits with 4 when something is damaged.
+    """
     from icefloe.gc.audit import check as audit_store
     from icefloe.gc.audit import repair as repair_store
 
