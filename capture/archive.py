@@ -32,6 +32,9 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 # Reads of the compressed stream; tarfile's own default of 10 KiB costs a call per 20 blocks.
 _STREAM_BYTES = 1 << 20
 
+_MAX_ID = 0xFFFFFFFF
+_MAX_SECONDS = 1 << 62
+
 _KINDS = {
     tarfile.REGTYPE: FileKind.REGULAR,
     tarfile.AREGTYPE: FileKind.REGULAR,
@@ -121,6 +124,7 @@ class Archive:
                     "make the archive anew",
                 )
         check_path(path, link)
+        self._check_numbers(member)
         device = kind in (FileKind.CHARACTER_DEVICE, FileKind.BLOCK_DEVICE)
         return ImageFile(
             path=path,
@@ -133,6 +137,19 @@ class Archive:
             link=link if kind in (FileKind.SYMLINK, FileKind.HARDLINK) else "",
             device=os.makedev(member.devmajor, member.devminor) if device else 0,
         )
+
+    def _check_numbers(self, member: tarfile.TarInfo) -> None:
+        """A tar header can hold numbers that no file can have."""
+        if not (0 <= member.uid <= _MAX_ID and 0 <= member.gid <= _MAX_ID):
+            raise BadSource(
+                f"{member.name} in {self._path} has owner {member.uid}:{member.gid}",
+                f"owners are numbers from 0 to {_MAX_ID}; make the archive anew",
+            )
+        if abs(member.mtime) >= _MAX_SECONDS:
+            raise BadSource(
+                f"{member.name} in {self._path} has the time {member.mtime}",
+                "no file can have it; make the archive anew",
+            )
 
     def _clean(self, name: str) -> str:
         """`./a/b/` is `a/b`. Raises BadSource for a path that leads out of the archive."""

@@ -5,6 +5,7 @@ Columns instead of objects: 200 GB of memory have about 700,000 extents.
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,24 +114,20 @@ def _settle_links(files: Sequence[ImageFile]) -> tuple[dict[str, str], list[Imag
             groups.setdefault(root.path, []).append(file.path)
     owners: dict[str, str] = {}
     for read, paths in groups.items():
-        holder = min(paths, key=_path_key)
+        holder, size = min(paths, key=_path_key), by_path[read].size
         for path in paths:
             owners[path] = read
-            by_path[path] = _relink(by_path[path], by_path[read], holder)
+            by_path[path] = _relink(by_path[path], holder, size)
     return owners, sorted(by_path.values(), key=lambda file: _path_key(file.path))
 
 
-def _relink(file: ImageFile, read: ImageFile, holder: str) -> ImageFile:
-    """The entry at file.path, with the bytes of `read` or as a link to `holder`."""
+def _relink(file: ImageFile, holder: str, size: int) -> ImageFile:
+    """The entry at file.path, with its `size` bytes or as a link to `holder`."""
     here = file.path == holder
-    return ImageFile(
-        path=file.path,
+    return replace(
+        file,
         kind=FileKind.REGULAR if here else FileKind.HARDLINK,
-        mode=file.mode,
-        uid=file.uid,
-        gid=file.gid,
-        mtime_ns=file.mtime_ns,
-        size=read.size if here else 0,
+        size=size if here else 0,
         link="" if here else holder,
     )
 

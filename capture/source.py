@@ -14,7 +14,7 @@ from icefloe.errors import BadSource, SourceChanged, SourceUnreadable
 from icefloe.store.manifest import MAX_PATH, ImageFile
 
 # CRIU's memory images (images/pagemap.proto, criu/image-desc.c) and its amdgpu plugin's.
-_PAGE_DATA = re.compile(r"pages-\d+\.img|amdgpu-pages-.*")
+_PAGE_DATA = re.compile(r"pages-[0-9]+\.img|amdgpu-pages-.*", re.DOTALL)
 
 
 class ByteSource(Protocol):

@@ -6,8 +6,8 @@ whole catalog folder, that is all there is to do.
 
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -18,15 +18,20 @@ from icefloe.errors import Corrupt, CorruptJournal
 from icefloe.ids import BlockId, PackId
 from icefloe.store import layout as layouts
 from icefloe.store import manifest as manifests
-from icefloe.store.journal import START, Change, Journal, Operation, Position
+from icefloe.store.journal import START, Change, Entry, Journal, Operation, Position
 from icefloe.store.layout import Layout
 from icefloe.store.manifest import Manifest
+from icefloe.store.pack import Kind, read_index
 from icefloe.store.reader import BlockReader
 
 
 @dataclass(slots=True)
 class LocalStore:
-    """An open store. `lost` names images of the journal that recovery could not bring back."""
+    """An open store.
+
+    `lost` names images of the journal that recovery could not bring back; `salvaged` says that
+    the journal was damaged and has been written anew.
+    """
 
     layout: Layout
     catalog: Catalog
@@ -35,6 +40,7 @@ class LocalStore:
     lost: list[Lost]
     _lock: Lock
     _position: Position
+    salvaged: bool = False
 
     def __enter__(self) -> "LocalStore":
         return self
@@ -193,7 +199,7 @@ def _recover(store: LocalStore, repair: bool) -> None:
     except CorruptJournal:
         if not repair:
             raise
-        store.rewrite_journal()
+        _salvage(store, position)
         return
     try:
         store.lost = apply_changes(store.layout, store.catalog, tail.entries, sync=True)
@@ -201,3 +207,38 @@ def _recover(store: LocalStore, repair: bool) -> None:
     except Corrupt:
         # The catalog fell back to before a collection whose packs are gone: start over.
         store.rebuild()
+
+
+def _salvage(store: LocalStore, position: Position) -> None:
+    """The journal is damaged where the catalog would need it: saves all that can be found.
+
+    Every pack on the disk counts, and every change that can still be read is applied. Images in
+    these packs that no such change mentions come back without a name, rather than being
+    collected as garbage; some of them may have been removed once.
+    """
+    known = {pack.id for pack in store.catalog.packs()}
+    unknown = tuple(pack for pack in store.layout.published() if pack not in known)
+    changes = store.journal.salvage(position)
+    mentioned = {i for c in changes for i in (*c.images_added, *c.images_removed)}
+    found = tuple(i for i in _images_in(store.layout, unknown) if i not in mentioned)
+    now = round(time.time(), 3)
+    kept = [replace(change, packs_added=(), packs_dropped=()) for change in changes]
+    all_changes = [
+        Change("snapshot", now, packs_added=unknown),
+        *kept,
+        Change("snapshot", now, images_added=found),
+    ]
+    entries = [Entry(change, position) for change in all_changes]
+    store.lost = apply_changes(store.layout, store.catalog, entries, sync=True)
+    store.rewrite_journal()
+    store.salvaged = True
+
+
+def _images_in(layout: Layout, packs: Iterable[PackId]) -> Iterator[BlockId]:
+    for pack in packs:
+        try:
+            index = read_index(layout.pack(pack))
+        except Corrupt:
+            continue  # `check` reports it
+        for identity in index["id"][index["kind"] == Kind.MANIFEST]:
+            yield BlockId(identity.tobytes())

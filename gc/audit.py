@@ -22,6 +22,7 @@ from icefloe.store.journal import Change
 from icefloe.store.manifest import Manifest
 from icefloe.store.pack import read_index
 from icefloe.store.verify import verify_pack
+from icefloe.store.writer import staging_leftovers
 
 _MAX_WORKERS = 16
 
@@ -75,6 +76,9 @@ def check(store: LocalStore, *, read_data: bool, progress: Progress = lambda cou
     packs = list(store.catalog.packs())
     images = list(store.catalog.images())
     problems = [Problem("image-lost", f"image {p.image.hex()}: {p.reason}") for p in store.lost]
+    if store.salvaged:
+        what = f"{store.layout.journal} was damaged; what could be read was applied"
+        problems.append(Problem("journal-damaged", what, repaired=True))
     problems += _check_counts(store, ids, rows)
     problems += _check_packs(store, ids, rows)
     problems += _check_names(store)
@@ -88,11 +92,15 @@ def check(store: LocalStore, *, read_data: bool, progress: Progress = lambda cou
 def repair(store: LocalStore, audit: Audit) -> Audit:
     """Mends what packs and journal can mend; the same audit, with what is gone marked repaired.
 
-    A wrong catalog is rebuilt, and what dead processes left is removed. Damaged data stays.
+    A damaged journal is written anew from the catalog, a wrong catalog is rebuilt from a whole
+    journal. Damaged data stays. Nothing is unlinked but staging files: that is for `gc`.
     """
-    if any(p.kind in _MENDED_BY_REBUILD for p in audit.problems):
+    kinds = {problem.kind for problem in audit.problems}
+    if "journal-damaged" in kinds and not store.salvaged:
+        store.rewrite_journal()
+    elif kinds & _MENDED_BY_REBUILD:
         store.rebuild()
-    for path in leftovers(store):
+    for path in staging_leftovers(store.layout):
         durable.unlink(path)
     left = {(p.kind, p.what) for p in check(store, read_data=False).problems}
     left |= {(p.kind, p.what) for p in audit.problems if p.kind == "data-damaged"}

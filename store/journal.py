@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from blake3 import blake3
 
@@ -26,6 +26,7 @@ _FIRST_LINE = f"{_TITLE}{VERSION}\n".encode()
 _CHECK_DIGITS = 16
 
 Operation = Literal["add", "tag", "rm", "gc", "snapshot"]
+_OPERATIONS = get_args(Operation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,27 @@ def _id(text: str) -> bytes:
     return raw
 
 
-def _decode(line: bytes, sequence: int) -> Change:
-    """Raises ValueError, KeyError or TypeError for anything but a whole line."""
-    if not line.endswith(b"\n"):
-        raise ValueError("incomplete")
+@dataclass(frozen=True, slots=True)
+class _Line:
+    sequence: int
+    change: Change
+
+
+def _decode(line: bytes) -> _Line | None:
+    """None for a damaged line. Raises ValueError for a whole one that makes no sense."""
     if not _is_whole(line):
-        raise ValueError("fails its check")
-    document = json.loads(line[_CHECK_DIGITS + 1 :])
-    if document["sequence"] != sequence:
-        raise ValueError(f"has sequence {document['sequence']} instead of {sequence}")
+        return None
+    try:
+        document = json.loads(line[_CHECK_DIGITS + 1 :])
+        sequence, change = int(document["sequence"]), _change(document)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"is no change ({error})") from error
+    if change.operation not in _OPERATIONS or (change.operation == "snapshot" and sequence):
+        raise ValueError(f"has operation {change.operation} at sequence {sequence}")
+    return _Line(sequence, change)
+
+
+def _change(document: dict[str, Any]) -> Change:
     return Change(
         operation=document["operation"],
         time=float(document["time"]),
@@ -138,18 +151,43 @@ class Journal:
         content = self._content(after.offset)
         entries: list[Entry] = []
         start, end = 0, after
-        for line in _lines(content):
+        for raw in _lines(content):
             try:
-                change = _decode(line, end.sequence)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                if any(map(_is_whole, _lines(content[start + len(line) :]))):
-                    place = f"the line at byte {end.offset} is damaged: {error}"
-                    raise CorruptJournal(self.path, place) from None
+                line = _decode(raw)
+                if line and line.sequence != end.sequence:
+                    raise ValueError(f"has sequence {line.sequence} instead of {end.sequence}")
+                if not line and any(map(_is_whole, _lines(content[start + len(raw) :]))):
+                    raise ValueError("fails its check")
+            except ValueError as error:
+                reason = f"the line at byte {end.offset} {error}"
+                raise CorruptJournal(self.path, reason) from error
+            if not line:
                 break
-            start += len(line)
+            start += len(raw)
             end = Position(after.offset + start, end.sequence + 1)
-            entries.append(Entry(change, end))
+            entries.append(Entry(line.change, end))
         return Tail(tuple(entries), end, len(content) - start)
+
+    def salvage(self, after: Position = START) -> list[Change]:
+        """Every change after a position that can still be read, in order, whatever lies between.
+
+        None when the position no longer is the start of a line.
+        """
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        if after != START and content[after.offset - 1 : after.offset] != b"\n":
+            return []
+        found = []
+        for raw in _lines(content[after.offset if after != START else 0 :]):
+            try:
+                line = _decode(raw)
+            except ValueError:
+                continue
+            if line:
+                found.append(line.change)
+        return found
 
     def _content(self, offset: int) -> bytes:
         """Everything behind `offset`, which must be the start of a line."""
@@ -210,4 +248,8 @@ def _lines(content: bytes) -> Iterator[bytes]:
 
 def _is_whole(line: bytes) -> bool:
     body = line[_CHECK_DIGITS + 1 : -1]
-    return line[_CHECK_DIGITS : _CHECK_DIGITS + 1] == b" " and _check(body) == line[:_CHECK_DIGITS]
+    return (
+        line[_CHECK_DIGITS : _CHECK_DIGITS + 1] == b" "
+        and line.endswith(b"\n")
+        and _check(body) == line[:_CHECK_DIGITS]
+    )

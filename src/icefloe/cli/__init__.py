@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.umask(0o077)
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        cli.main(arguments, prog_name="icefloe", standalone_mode=False)
+        code = cli.main(arguments, prog_name="icefloe", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         # Who reads our output has enough of it. Python would complain once more at exit.
@@ -56,6 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(0)
     except BaseException as error:
         sys.exit(_report(error, "-v" in arguments or "--verbose" in arguments))
+    # Without standalone mode, click returns the code that a command exits with.
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _report(error: BaseException, verbose: bool) -> int:
@@ -66,8 +68,6 @@ def _report(error: BaseException, verbose: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
-    if isinstance(error, click.exceptions.Exit):
-        return error.exit_code
     if isinstance(error, KeyboardInterrupt | click.Abort):
         _say("interrupted: nothing was changed; run the command again")
         return _INTERRUPTED
