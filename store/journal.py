@@ -9,6 +9,7 @@ fails its check was never acknowledged: the next writer cuts it off. docs/format
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,7 @@ from icefloe.errors import CorruptJournal, UnknownFormat
 from icefloe.ids import ID_BYTES, BlockId, PackId
 
 VERSION = 1
-_TITLE = "icefloe journal "
-_FIRST_LINE = f"{_TITLE}{VERSION}\n".encode()
+_FIRST_LINE = b"icefloe journal %d\n" % VERSION
 _CHECK_DIGITS = 16
 
 Operation = Literal["add", "tag", "rm", "gc", "snapshot"]
@@ -95,7 +95,7 @@ def _decode(line: bytes) -> _Line | None:
     try:
         document = json.loads(line[_CHECK_DIGITS + 1 :])
         sequence, change = int(document["sequence"]), _change(document)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"is no change ({error})") from error
     if change.operation not in _OPERATIONS or (change.operation == "snapshot" and sequence):
         raise ValueError(f"has operation {change.operation} at sequence {sequence}")
@@ -205,10 +205,9 @@ class Journal:
     def _check_title(self, content: bytes) -> None:
         if content.startswith(_FIRST_LINE):
             return
-        first = content.partition(b"\n")[0].decode(errors="replace")
-        version = first.removeprefix(_TITLE)
-        if first.startswith(_TITLE) and version.isdigit() and int(version) > VERSION:
-            raise UnknownFormat(self.path, int(version), VERSION)
+        title = re.match(rb"icefloe journal ([1-9][0-9]{0,8})\n", content)
+        if title and int(title[1]) > VERSION:
+            raise UnknownFormat(self.path, int(title[1]), VERSION)
         raise CorruptJournal(self.path, "its first line is damaged")
 
     def append(self, change: Change, end: Position) -> Position:

@@ -9,6 +9,7 @@ catalog/    RocksDB, can be rebuilt from packs and journal
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from icefloe.errors import Corrupt, StoreNotFound, UnknownFormat
 from icefloe.ids import ID_BYTES, PackId
 
 FORMAT_VERSION = 1
+
+_PACK_NAME = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class Layout:
         """Every pack on disk, in order of ids. Files with other names are passed over."""
         for folder in sorted(self.packs.glob("[0-9a-f][0-9a-f]")):
             for path in sorted(folder.iterdir()):
-                if len(path.name) == 2 * ID_BYTES and path.name.startswith(folder.name):
+                if _PACK_NAME.fullmatch(path.name) and path.name.startswith(folder.name):
                     yield PackId(bytes.fromhex(path.name))
 
 

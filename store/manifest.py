@@ -191,7 +191,8 @@ def encode(manifest: Manifest) -> bytes:
 
 def _encode_facts(facts: Mapping[str, Any], labels: Mapping[str, str]) -> bytes:
     document = {"facts": facts, "labels": labels}
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii")
 
 
 def decode(encoded: bytes) -> Manifest:

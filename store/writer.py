@@ -74,7 +74,7 @@ class PackWriter:
         self._layout = layout
         self._target = target_bytes
         self._staged: _Staged | None = None
-        self._publishing: list[Future[PackId]] = []
+        self._publishing: list[tuple[_Staged, Future[PackId]]] = []
         self._publisher = ThreadPoolExecutor(1, "publish")
         self._broken = False
         self.stored_bytes = 0
@@ -114,10 +114,11 @@ class PackWriter:
             staged.discard()
             raise
         self.stored_bytes += staged.position
-        waiting = [future for future in self._publishing if not future.done()]
+        waiting = [future for _, future in self._publishing if not future.done()]
         if len(waiting) >= _MAX_UNPUBLISHED:
             waiting[0].result()
-        self._publishing.append(self._publisher.submit(self._publish, staged, identity))
+        future = self._publisher.submit(self._publish, staged, identity)
+        self._publishing.append((staged, future))
 
     def _publish(self, staged: _Staged, identity: PackId) -> PackId:
         """A pack gets its name only when all of it is on the disk and reads back."""
@@ -139,7 +140,7 @@ class PackWriter:
             raise RuntimeError("this writer failed before")
         self._broken = True
         self._seal()
-        packs = [future.result() for future in self._publishing]
+        packs = [future.result() for _, future in self._publishing]
         self._publisher.shutdown()
         return packs
 
@@ -150,6 +151,9 @@ class PackWriter:
             self._staged.discard()
             self._staged = None
         self._publisher.shutdown(wait=True, cancel_futures=True)
+        for staged, future in self._publishing:
+            if future.cancelled():
+                staged.discard()
 
 
 def staging_leftovers(layout: Layout) -> list[Path]:
