@@ -7,7 +7,7 @@ The count of a block is the number of committed images that mention it; an image
 blocks and its own manifest, each once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,25 +35,37 @@ class Lost:
 
 
 def apply_changes(
-    layout: Layout, catalog: Catalog, entries: Iterable[Entry], *, sync: bool
+    layout: Layout, catalog: Catalog, entries: Sequence[Entry], *, sync: bool
 ) -> list[Lost]:
     """Brings the catalog up to the last entry. Returns the images that could not be applied.
 
-    Looks ahead: a pack that is dropped later isn't needed and may be gone from the disk already,
-    and an image that is removed later may do without.
+    A pack that some entry drops may be gone from the disk already, and what lived in it be found
+    only in a pack of a later entry. So the packs that stay come first, then images and names entry
+    by entry, and at the very end the packs that go. The position moves once, with the last batch:
+    interrupted, all of it is done again, which changes nothing that was done already.
     """
-    entries = list(entries)
-    last_gone: dict[bytes, int] = {}
+    if not entries:
+        return []
+    stays: dict[PackId, bool] = {}
+    gone_at: dict[BlockId, int] = {}
     for i, entry in enumerate(entries):
-        last_gone.update(dict.fromkeys(entry.change.packs_dropped, i))
-        last_gone.update(dict.fromkeys(entry.change.images_removed, i))
+        stays.update(dict.fromkeys(entry.change.packs_added, True))
+        stays.update(dict.fromkeys(entry.change.packs_dropped, False))
+        gone_at.update(dict.fromkeys(entry.change.images_removed, i))
+    dropped = tuple(pack for pack, stay in stays.items() if not stay)
+    # What no image mentions counts as dead from now on: never too early for a grace period.
+    now = entries[-1].change.time
+    for pack in (pack for pack, stay in stays.items() if stay):
+        arrival = Change("snapshot", now, packs_added=(pack,))
+        Application(layout, catalog, arrival, leaving_packs=dropped).commit(None, sync=False)
     lost: list[Lost] = []
     for i, entry in enumerate(entries):
-        added = entry.change.packs_added
-        staying = tuple(pack for pack in added if last_gone.get(pack, -1) <= i)
-        application = Application(layout, catalog, replace(entry.change, packs_added=staying))
-        application.commit(entry.end, sync=sync)
-        lost += [item for item in application.lost if last_gone.get(item.image, -1) <= i]
+        last = i == len(entries) - 1
+        change = replace(entry.change, packs_added=(), packs_dropped=dropped if last else ())
+        application = Application(layout, catalog, change)
+        application.commit(entry.end if last else None, sync=last and sync)
+        # An image that is removed later may do without.
+        lost += [item for item in application.lost if gone_at.get(item.image, -1) <= i]
     return lost
 
 
@@ -109,21 +121,30 @@ class Application:
     """One change as one batch: computed when made, written by `commit`.
 
     `lost` names the images that the change adds and that are not complete; they are left out.
+    Blocks that lie in `leaving_packs` move to the packs that the change adds, if those have them.
     Raises Corrupt when the change would break an invariant.
     """
 
-    def __init__(self, layout: Layout, catalog: Catalog, change: Change) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        catalog: Catalog,
+        change: Change,
+        leaving_packs: Sequence[PackId] = (),
+    ) -> None:
         self._layout = layout
         self._catalog = catalog
         self._database = catalog.database
         self._change = change
+        self._leaving_packs = leaving_packs
         self.lost: list[Lost] = []
         self._batch = self._compute()
 
-    def commit(self, end: Position, *, sync: bool) -> None:
-        """Writes the batch, and that the catalog now stands at `end` of the journal."""
-        applied = np.array((end.offset, end.sequence), tables.APPLIED_DTYPE)
-        self._batch.put(tables.META, tables.APPLIED, applied.tobytes())
+    def commit(self, end: Position | None, *, sync: bool) -> None:
+        """Writes the batch and, if given, that the catalog now stands at `end` of the journal."""
+        if end is not None:
+            applied = np.array((end.offset, end.sequence), tables.APPLIED_DTYPE)
+            self._batch.put(tables.META, tables.APPLIED, applied.tobytes())
         self._database.commit(self._batch, sync=sync)
 
     def _compute(self) -> Batch:
@@ -160,13 +181,14 @@ class Application:
 
     def _dropped_packs(self) -> dict[int, NDArray[np.bytes_]]:
         """Number and ids of each pack that goes."""
-        gone = {}
-        for identity in self._change.packs_dropped:
-            value = self._database.get(tables.PACK_NUMBERS, identity)
-            if value is not None:
-                number = int.from_bytes(value, "big")
-                gone[number] = self._ids_in(number, identity)
-        return gone
+        numbers = self._numbers(self._change.packs_dropped)
+        return {number: self._ids_in(number, pack) for number, pack in numbers.items()}
+
+    def _numbers(self, packs: Sequence[PackId]) -> dict[int, PackId]:
+        """Those of the packs that the catalog knows, by their numbers."""
+        values = self._database.get_many(tables.PACK_NUMBERS, list(packs))
+        pairs = zip(packs, values, strict=True)
+        return {int.from_bytes(value, "big"): pack for pack, value in pairs if value is not None}
 
     def _ids_in(self, number: int, identity: PackId) -> NDArray[np.bytes_]:
         try:
@@ -184,7 +206,7 @@ class Application:
             try:
                 mentions.append(self._mention(image, self._locate(image, packs)))
             except Corrupt as reason:
-                self.lost.append(Lost(image, reason))
+                self.lost.append(Lost(image, _bare(reason)))
         return mentions
 
     def _leaving(self) -> list[_Mention]:
@@ -222,7 +244,8 @@ class Application:
 
     def _place(self, rows: _Rows, packs: list[_Pack], gone: dict[int, NDArray[np.bytes_]]) -> None:
         """Points rows into the new packs, unless a pack that stays has the block already."""
-        homeless = ~rows.found | np.isin(rows.before["pack"], list(gone))
+        leaving = [*gone, *self._numbers(self._leaving_packs)]
+        homeless = ~rows.found | np.isin(rows.before["pack"], leaving)
         for pack in packs:
             at = rows.at(_sortable(pack.index["id"]))
             take = homeless[at]
@@ -340,6 +363,12 @@ class Application:
             elif image not in left and (image in committed or self._catalog.image(image)):
                 row = np.array((image, self._change.time), tables.NAME_DTYPE)
                 batch.put(tables.NAMES, name.encode(), row.tobytes())
+
+
+def _bare(error: Corrupt) -> Corrupt:
+    """The error without the frames that raised it: they hold on to an open database."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
 
 
 def _live_bytes(rows: NDArray[np.void]) -> dict[int, int]:

@@ -84,9 +84,12 @@ class Database:
             raise CorruptCatalog(self.path, text) from error
 
     def close(self) -> None:
-        """Gives the files back."""
+        """Gives the files back. Once more does nothing."""
+        tables_open, self._tables = self._tables, {}
+        if not tables_open:
+            return
         with self.errors():
-            for table in self._tables.values():
+            for table in tables_open.values():
                 table.close()
             self._db.close()
 

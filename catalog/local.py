@@ -7,6 +7,7 @@ whole catalog folder, that is all there is to do.
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -95,6 +96,10 @@ class LocalStore:
         self._position = self.journal.append(change, self._position)
         # A pack is unlinked after its change, so the catalog must not fall back to before it.
         application.commit(self._position, sync=bool(packs_dropped))
+
+    def cut_torn_line(self) -> None:
+        """Removes what a killed command left at the end of the journal."""
+        self.journal.cut(self._position)
 
     def rebuild(self) -> None:
         """Makes the catalog anew from packs and journal. Raises CorruptJournal."""
@@ -201,12 +206,12 @@ def _recover(store: LocalStore, repair: bool) -> None:
             raise
         _salvage(store, position)
         return
-    try:
+    store._position = tail.end
+    with suppress(Corrupt):
         store.lost = apply_changes(store.layout, store.catalog, tail.entries, sync=True)
-        store._position = tail.end
-    except Corrupt:
-        # The catalog fell back to before a collection whose packs are gone: start over.
-        store.rebuild()
+        return
+    # The catalog fell back to before a collection whose packs are gone: start over.
+    store.rebuild()
 
 
 def _salvage(store: LocalStore, position: Position) -> None:

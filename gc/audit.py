@@ -102,7 +102,8 @@ def repair(store: LocalStore, audit: Audit) -> Audit:
         store.rebuild()
     for path in staging_leftovers(store.layout):
         durable.unlink(path)
-    left = {(p.kind, p.what) for p in check(store, read_data=False).problems}
+    still = check(store, read_data=False).problems
+    left = {(p.kind, p.what) for p in still if not p.repaired}
     left |= {(p.kind, p.what) for p in audit.problems if p.kind == "data-damaged"}
     marked = [replace(p, repaired=(p.kind, p.what) not in left) for p in audit.problems]
     return replace(audit, problems=tuple(marked))

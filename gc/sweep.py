@@ -102,6 +102,7 @@ def collect(store: LocalStore, options: GcOptions) -> GcResult:
         freed += sum(packs[number].bytes for number in plan.remove)
         freed += sum(packs[number].bytes - packs[number].live for number in plan.rewrite)
     else:
+        store.cut_torn_line()
         freed = _unlink(abandoned)
         freed += _drop(store, [packs[number] for number in plan.remove])
         goes = frozenset(i for i, t in zip(dead.ids, dead.since, strict=True) if t <= oldest)

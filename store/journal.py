@@ -210,14 +210,26 @@ class Journal:
             raise UnknownFormat(self.path, int(title[1]), VERSION)
         raise CorruptJournal(self.path, "its first line is damaged")
 
-    def append(self, change: Change, end: Position) -> Position:
-        """Adds a line at `end`, cutting off what a torn write left there. Durable on return."""
-        line = _encode(change, end.sequence)
+    def cut(self, end: Position) -> None:
+        """Cuts off what a torn write left behind `end`."""
+        os.close(self._open_cut(end))
+
+    def _open_cut(self, end: Position) -> int:
         with durable.write_errors(self.path):
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size != end.offset:
                 durable.truncate(fd, self.path, end.offset)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def append(self, change: Change, end: Position) -> Position:
+        """Adds a line at `end`, cutting off what a torn write left there. Durable on return."""
+        line = _encode(change, end.sequence)
+        fd = self._open_cut(end)
+        try:
             os.lseek(fd, end.offset, os.SEEK_SET)
             try:
                 durable.write(fd, self.path, [line])

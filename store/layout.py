@@ -55,6 +55,7 @@ class Layout:
         return self.root / "catalog"
 
     def pack(self, pack: PackId) -> Path:
+        """Where a published pack lies."""
         return self.packs / pack[:1].hex() / pack.hex()
 
     def published(self) -> Iterator[PackId]:
@@ -91,7 +92,7 @@ def require(layout: Layout) -> None:
         raise StoreNotFound(layout.root) from None
     try:
         version = json.loads(content)["format"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         version = None
     if not isinstance(version, int):
         raise Corrupt(f"{layout.format} is damaged", _rewrite_advice(layout))

@@ -58,7 +58,7 @@ def load(file: Path | None, store: Path | None, environment: Mapping[str, str]) 
             variable = f"ICEFLOE_{section.upper()}_{key.upper()}"
             if variable in environment:
                 values[f"{section}.{key}"] = environment[variable]
-    path = store or environment.get("ICEFLOE_STORE") or values.get("store.path")
+    path = store or environment.get("ICEFLOE_STORE") or _text("store.path", values)
     return Config(
         store=Path(path) if path else _default_store(environment),
         policy=_policy(values.get("store.policy", "balanced")),
@@ -101,6 +101,13 @@ def _read(file: Path, *, must_exist: bool) -> dict[str, Any]:
     return values
 
 
+def _text(key: str, values: Mapping[str, object]) -> str | None:
+    value = values.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    raise UsageError(f"{key} is {value!r}", "write it in quotes")
+
+
 def _policy(value: object) -> PolicyName:
     for policy in get_args(PolicyName):
         if value == policy:
@@ -110,6 +117,6 @@ def _policy(value: object) -> PolicyName:
 
 
 def _workers(value: object) -> int:
-    if not str(value).isdigit():
+    if not re.fullmatch("[0-9]+", str(value)):
         raise UsageError(f"store.workers is {value!r}", "use a whole number; 0 means one a core")
     return int(str(value))

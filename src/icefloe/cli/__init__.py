@@ -6,9 +6,11 @@ be there at once.
 
 import os
 import sys
+from io import TextIOWrapper
 
 import click
 
+from icefloe.cli import output
 from icefloe.cli.content import add, export
 from icefloe.cli.context import Context
 from icefloe.cli.images import diff, ls, rm, show, tag
@@ -47,14 +49,19 @@ def main(arguments: list[str] | None = None) -> None:
     # A checkpoint holds everything that a process knew: files 0600, folders 0700.
     os.umask(0o077)
     arguments = sys.argv[1:] if arguments is None else arguments
+    out = sys.stdout
+    if isinstance(out, TextIOWrapper):
+        # Names of files are bytes, and needn't be text.
+        out.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(arguments, prog_name="icefloe", standalone_mode=False)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Who reads our output has enough of it. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        out.flush()
     except BaseException as error:
+        # click answers a closed pipe with exit code 1 and other streams.
+        if isinstance(error, BrokenPipeError) or sys.stdout is not out:
+            # Who reads our output has enough of it. Python would complain once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+            sys.exit(0)
         sys.exit(_report(error, "-v" in arguments or "--verbose" in arguments))
     # Without standalone mode, click returns the code that a command exits with.
     sys.exit(code if isinstance(code, int) else 0)
@@ -91,4 +98,4 @@ def _report(error: BaseException, verbose: bool) -> int:
 
 
 def _say(message: str) -> None:
-    print("icefloe:", " ".join(message.split()), file=sys.stderr)
+    print("icefloe:", output.printable(" ".join(message.split())), file=sys.stderr)

@@ -88,7 +88,7 @@ def check(context: Context, read_data: bool, repair: bool, as_json: bool) -> Non
         for problem in audit.problems:
             weight = "waste" if problem.waste else "DAMAGE"
             mended = " (repaired)" if problem.repaired else ""
-            print(f"{weight}  {problem.kind}: {problem.what}{mended}")
+            print(output.printable(f"{weight}  {problem.kind}: {problem.what}{mended}"))
         print("ok" if audit.ok else "damaged")
     if not audit.ok:
         raise click.exceptions.Exit(4)
