@@ -213,6 +213,7 @@ def run(
 ) -> Ran:
     """Run a command to its end and measure it; `env` is added to this process's environment.
 
+    Python programs may keep their bytecode, as installed ones do.
     The peak is that of the largest single process among the command and the children it waited
     for, as the kernel counts it, not their sum. Raises BenchError when the command fails.
     """
@@ -223,7 +224,7 @@ def run(
             done = subprocess.run(
                 [sys.executable, "-I", "-S", "-c", _BETWEEN, str(writer), *words],
                 cwd=cwd,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **(env or {})},
                 pass_fds=(writer,),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -129,7 +129,6 @@ class Borg:
             "BORG_RELOCATED_REPO_ACCESS_IS_OK": "yes",
             "PYTHONHOME": str(self.prefix / "usr"),
             "PYTHONPATH": str(self.prefix / "usr/lib/python3/dist-packages"),
-            "PYTHONDONTWRITEBYTECODE": "1",
         }
         command = [*self.python, "-s", self.prefix / "usr/bin/borg", *words]
         return run(command, cwd=cwd, env=places).seconds

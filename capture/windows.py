@@ -12,7 +12,7 @@ from icefloe.chunker import MAX_BLOCK, CutStream, Grain
 from icefloe.store.manifest import ImageFile
 
 # Large enough that what happens once a window doesn't show, small enough to have two a core.
-WINDOW_BYTES = 8 << 20
+WINDOW_BYTES = 4 << 20
 
 # Files under this are grouped.
 SMALL_FILE = 64 << 10
