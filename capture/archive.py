@@ -5,9 +5,11 @@ archive is only transport: its entries are stored, so that the memory in it is d
 that of dumps stored as directories. Members are read in the order in which they come.
 """
 
+import gzip
 import os
 import stat
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -31,6 +33,9 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 
 # Reads of the compressed stream; tarfile's own default of 10 KiB costs a call per 20 blocks.
 _STREAM_BYTES = 1 << 20
+
+# What tarfile and the decompressors raise.
+_DAMAGED = (tarfile.TarError, zstandard.ZstdError, zlib.error, EOFError, ValueError)
 
 _MAX_ID = 0xFFFFFFFF
 _MAX_SECONDS = 1 << 62
@@ -76,6 +81,7 @@ class Archive:
                     yield SourceFile(file, _member_opener(tar, member, self._path))
                 else:
                     yield SourceFile(file, self._slice_opener(member))
+            self._check_end(tar)
         if not self._entries:
             raise BadSource(f"{self._path} is empty", "name an archive that holds a checkpoint")
         self._check_parents()
@@ -93,17 +99,29 @@ class Archive:
     def _open(self) -> Iterator[tarfile.TarFile]:
         with self._path.open("rb") as file:
             if self._magic == _ZSTD:
-                decoded = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-                with tarfile.open(
-                    fileobj=cast(IO[bytes], decoded), mode="r|", bufsize=_STREAM_BYTES
-                ) as tar:
-                    yield tar
+                decoder = zstandard.ZstdDecompressor()
+                with decoder.stream_reader(file, read_across_frames=True) as decoded:
+                    with _open_stream(cast(IO[bytes], decoded)) as tar:
+                        yield tar
             elif self._magic[:2] == _GZIP:
-                with tarfile.open(fileobj=file, mode="r|gz", bufsize=_STREAM_BYTES) as tar:
+                # tarfile's own decoder stops after the first member and checks no sum.
+                with (
+                    gzip.GzipFile(fileobj=file) as unzipped,
+                    _open_stream(cast(IO[bytes], unzipped)) as tar,
+                ):
                     yield tar
             else:
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     yield tar
+
+    def _check_end(self, tar: tarfile.TarFile) -> None:
+        """An archive cut off between two members looks fine, but for the zero block at its end."""
+        assert tar.fileobj is not None
+        if self._entries and tar.fileobj.tell() != tar.offset + tarfile.BLOCKSIZE:
+            raise self._cut_off()
+
+    def _cut_off(self) -> BadSource:
+        return BadSource(f"{self._path} lacks its end", "copy it again, or name a directory")
 
     def _image_file(self, member: tarfile.TarInfo) -> ImageFile | None:
         path = self._clean(member.name)
@@ -164,6 +182,8 @@ class Archive:
 
     def _slice_opener(self, member: tarfile.TarInfo) -> Callable[[], ByteSource]:
         start = member.offset_data
+        if start + member.size > self._status.st_size:
+            raise self._cut_off()
         return lambda: PlainFile(self._path, self._status, start)
 
     def _check_parents(self) -> None:
@@ -203,11 +223,23 @@ def _mtime_ns(member: tarfile.TarInfo) -> int:
 
 
 @contextmanager
+def _open_stream(decoded: IO[bytes]) -> Iterator[tarfile.TarFile]:
+    """Reads on to the end of the stream, where its checksum is."""
+    with tarfile.open(fileobj=decoded, mode="r|", bufsize=_STREAM_BYTES) as tar:
+        yield tar
+    while decoded.read(_STREAM_BYTES):
+        pass
+
+
+@contextmanager
 def _archive_errors(path: Path) -> Iterator[None]:
     try:
         with read_errors(path):
-            yield
-    except (tarfile.TarError, zstandard.ZstdError, EOFError, ValueError) as error:
+            try:
+                yield
+            except gzip.BadGzipFile as error:
+                raise ValueError(str(error)) from error
+    except _DAMAGED as error:
         raise BadSource(
             f"{path} is not a whole tar archive ({error})", "copy it again, or name a directory"
         ) from error

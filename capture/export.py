@@ -15,7 +15,7 @@ from pathlib import Path
 
 from icefloe import durable
 from icefloe.catalog import LocalStore
-from icefloe.errors import ExportExists
+from icefloe.errors import CorruptCatalog, ExportExists
 from icefloe.ids import BlockId
 from icefloe.store.manifest import ZERO, FileKind, ImageFile, Manifest
 from icefloe.store.reader import BlockReader, Location
@@ -156,7 +156,8 @@ def _write_span(
     extents = manifest.extents[span.first : span.last]
     data = extents[extents["block"] != ZERO]
     ids = [BlockId(i.tobytes()) for i in manifest.blocks["id"][data["block"]]]
-    blocks = reader.read(_checked(store.catalog.locations(ids), manifest, data["block"].tolist()))
+    lengths = manifest.blocks["length"][data["block"]].tolist()
+    blocks = reader.read(list(_checked(store, store.catalog.locations(ids), lengths)))
     fd = os.open(root / span.file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     written, position = 0, span.offset
     try:
@@ -171,11 +172,15 @@ def _write_span(
     return written
 
 
-def _checked(locations: list[Location], manifest: Manifest, numbers: list[int]) -> list[Location]:
+def _checked(
+    store: LocalStore, locations: list[Location], lengths: list[int]
+) -> Iterator[Location]:
     """The manifest's lengths bound what an extent reads; the catalog's must be the same."""
-    lengths = manifest.blocks["length"][numbers].tolist()
-    assert [location.raw for location in locations] == lengths
-    return locations
+    for location, length in zip(locations, lengths, strict=True):
+        if location.raw != length:
+            reason = f"block {location.id.hex()} has {location.raw} bytes instead of {length}"
+            raise CorruptCatalog(store.layout.catalog, reason)
+        yield location
 
 
 def _pwrite(fd: int, raw: memoryview, position: int) -> None:

@@ -93,7 +93,7 @@ class PlainFile:
         """Raises SourceChanged when the file isn't the one that was listed."""
         self._path = path
         self._start = start
-        self._expected = _fingerprint(expected)
+        self._expected = fingerprint(expected)
         with read_errors(path):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -129,9 +129,10 @@ class PlainFile:
             os.close(self._fd)
 
     def _check(self) -> None:
-        if _fingerprint(os.fstat(self._fd)) != self._expected:
+        if fingerprint(os.fstat(self._fd)) != self._expected:
             raise SourceChanged(self._path, "its size or time differs")
 
 
-def _fingerprint(status: os.stat_result) -> tuple[int, ...]:
+def fingerprint(status: os.stat_result) -> tuple[int, ...]:
+    """Moves with every write to a file, with its links and its mode."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from icefloe.capture.source import PlainFile, SourceFile, check_path, read_errors
+from icefloe.capture.source import (
+    PlainFile,
+    SourceFile,
+    check_path,
+    fingerprint,
+    read_errors,
+)
 from icefloe.errors import BadSource, SourceChanged
 from icefloe.store.manifest import FileKind, ImageFile
 
@@ -41,8 +47,8 @@ class Tree:
         """Raises SourceUnreadable, SourceChanged or BadSource."""
         with read_errors(root):
             status = root.stat()
-        top = _Entry("", root, status)
-        entries = [top, *_walk(top, [root.resolve()])]
+        top = _Entry("", root.resolve(), status)
+        entries = [top, *_walk(top, top.place)]
         self._entries = sorted(entries, key=lambda entry: os.fsencode(entry.path))
 
     def files(self) -> Iterator[SourceFile]:
@@ -62,34 +68,41 @@ class Tree:
         return sum(e.status.st_size for e in self._entries if stat.S_ISREG(e.status.st_mode))
 
     def verify(self) -> None:
-        """See Checkpoint: a folder's time moves when entries come or go."""
+        """See Checkpoint. A folder's time moves when entries come or go."""
         for entry in self._entries:
+            with read_errors(entry.place):
+                now = entry.place.lstat()
             if stat.S_ISDIR(entry.status.st_mode):
-                with read_errors(entry.place):
-                    now = entry.place.stat()
                 if now.st_mtime_ns != entry.status.st_mtime_ns:
                     raise SourceChanged(entry.place, "entries came or went")
+            elif fingerprint(now) != fingerprint(entry.status):
+                raise SourceChanged(entry.place, "its size or time differs")
 
 
-def _walk(folder: _Entry, chain: list[Path]) -> Iterator[_Entry]:
-    """All entries below a folder. `chain`: the dumps whose `parent` links led here."""
-    with read_errors(folder.place):
-        names = os.listdir(folder.place)
-    is_dump = any(n == "inventory.img" or n.startswith("pagemap-") for n in names)
-    for name in names:
-        place = folder.place / name
-        path = f"{folder.path}/{name}" if folder.path else name
-        with read_errors(place):
-            entry = _Entry(path, place, place.lstat())
-        if name == PARENT and is_dump and stat.S_ISLNK(entry.status.st_mode):
-            yield from _follow_parent(entry, chain)
-            continue
-        yield entry
-        if stat.S_ISDIR(entry.status.st_mode):
-            yield from _walk(entry, chain)
+def _walk(top: _Entry, place: Path) -> Iterator[_Entry]:
+    """All entries below a folder, `place` without links."""
+    # Folders to be listed, each with the dumps whose `parent` links led there.
+    ahead: list[tuple[_Entry, tuple[Path, ...]]] = [(top, (place,))]
+    while ahead:
+        folder, chain = ahead.pop()
+        with read_errors(folder.place):
+            names = os.listdir(folder.place)
+        is_dump = any(n == "inventory.img" or n.startswith("pagemap-") for n in names)
+        for name in names:
+            place = folder.place / name
+            with read_errors(place):
+                status = place.lstat()
+            entry = _Entry(f"{folder.path}/{name}" if folder.path else name, place, status)
+            if name == PARENT and is_dump and stat.S_ISLNK(status.st_mode):
+                entry = _follow_parent(entry, chain)
+            yield entry
+            if stat.S_ISDIR(entry.status.st_mode):
+                is_parent = entry.place != place
+                ahead.append((entry, (*chain, entry.place) if is_parent else chain))
 
 
-def _follow_parent(link: _Entry, chain: list[Path]) -> Iterator[_Entry]:
+def _follow_parent(link: _Entry, chain: tuple[Path, ...]) -> _Entry:
+    """The folder that a `parent` link leads to, or the link where that is stored anyway."""
     try:
         target = link.place.resolve(strict=True)
     except (OSError, RuntimeError):
@@ -100,13 +113,11 @@ def _follow_parent(link: _Entry, chain: list[Path]) -> Iterator[_Entry]:
     if target in chain:
         raise BadSource(f"{link.place} leads back to {target}", "a dump can't be its own parent")
     if target.is_relative_to(chain[-1]):
-        yield link  # the parent is stored anyway, and the link stays true
-        return
+        return link
     folder = _Entry(link.path, target, target.stat())
     if not stat.S_ISDIR(folder.status.st_mode):
         raise BadSource(f"{target} is no folder", f"let {link.place} point at the earlier dump")
-    yield folder
-    yield from _walk(folder, [*chain, target])
+    return folder
 
 
 def _image_file(entry: _Entry, kind: FileKind, link: str = "") -> ImageFile:

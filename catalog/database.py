@@ -1,8 +1,10 @@
 """RocksDB through rocksdict: opening it, its settings, its errors."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, cast
 
 from rocksdict import (
@@ -36,6 +38,11 @@ _BLOCK_BYTES = 8 << 10
 # RocksDB keeps each file open that it may use; the usual limit of a process is 1024.
 _MAX_OPEN_FILES = 256
 
+# rocksdict's file of settings; all of them are given when a database is opened.
+_CONFIG = "rocksdict-config.json"
+
+_NOT_IN_VIEW = {_CONFIG, "LOCK", "LOG"}
+
 
 def _options(cache: Cache) -> Options:
     options = Options(raw_mode=True)
@@ -55,6 +62,20 @@ def _options(cache: Cache) -> Options:
     return options
 
 
+def _view(path: Path) -> TemporaryDirectory[str]:
+    """A folder with links to the files of a database, to read it without writing to it.
+
+    rocksdict writes its settings anew whenever it opens a database, also to read. The store may
+    be read-only or full, and another reader may be there at the same moment.
+    """
+    with durable.write_errors(Path(gettempdir())):
+        view = TemporaryDirectory(prefix="icefloe-")
+        for name in os.listdir(path):
+            if name not in _NOT_IN_VIEW:
+                os.symlink(path.absolute() / name, Path(view.name) / name)
+    return view
+
+
 class Database:
     """The tables of one catalog. Writers must hold the store's lock."""
 
@@ -62,11 +83,26 @@ class Database:
         self.path = path
         options = _options(Cache(_CACHE_BYTES))
         access = AccessType.read_write() if write else AccessType.read_only()
+        self._view = None if write else _view(path)
+        try:
+            self._open(self._view.name if self._view else str(path), options, access)
+        except BaseException:
+            self._clean_up()
+            raise
+
+    def _open(self, place: str, options: Options, access: AccessType) -> None:
         with self.errors():
+            if not self._view:
+                # Cut short by a crash or a full disk, it would keep the database from opening.
+                (self.path / _CONFIG).unlink(missing_ok=True)
             self._db = Rdict(
-                str(path), options, {name: options for name in tables.ALL}, access_type=access
+                place, options, {name: options for name in tables.ALL}, access_type=access
             )
             self._tables = {name: self._db.get_column_family(name) for name in tables.ALL}
+
+    def _clean_up(self) -> None:
+        if self._view:
+            self._view.cleanup()
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -92,6 +128,7 @@ class Database:
             for table in tables_open.values():
                 table.close()
             self._db.close()
+        self._clean_up()
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """The value of a key, None when there is none."""

@@ -38,7 +38,7 @@ def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=click.Path(readable=False, path_type=Path))
 @click.argument("name")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="A label to keep with it.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
@@ -100,7 +100,7 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
 
 @click.command()
 @click.argument("name")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=click.Path(readable=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
 def export(context: Context, name: str, folder: Path, as_json: bool) -> None:

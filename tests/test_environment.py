@@ -1,0 +1,422 @@
+"""The world is against us: full disks, refused reads, changing files, interrupts, other processes.
+
+Each time: one clear line, the documented exit code, and nothing that was stored is lost.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import slow_chunker as slow
+import small_store
+from small_store import NOISE, Tree
+
+from icefloe.capture.ingest import IngestOptions, add_checkpoint, open_checkpoint
+from icefloe.capture.windows import WINDOW_BYTES
+from icefloe.catalog import LocalStore, open_store
+from icefloe.catalog.lock import Lock
+from icefloe.errors import SourceChanged
+from icefloe.gc.audit import check
+from icefloe.ids import IdPrefix, parse_name
+
+MIB = 1 << 20
+IS_ROOT = os.geteuid() == 0
+NOBODY = 65534
+
+KEPT: Tree = {"pages-1.img": NOISE[0] + bytes(128 << 10) + NOISE[1], "core.img": b"core"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def icefloe(store: Path, *arguments: str | Path, weak: bool = False) -> Ended:
+    """Runs a command in a process of its own."""
+    process = start(store, *arguments, weak=weak)
+    out, err = process.communicate(timeout=60)
+    return Ended(process.returncode, out, err)
+
+
+def start(store: Path, *arguments: str | Path, weak: bool = False) -> "subprocess.Popen[str]":
+    """Starts one; a `weak` one may read and write only what belongs to its user."""
+    command = [sys.executable, "-m", "icefloe", "--store", str(store), *map(str, arguments)]
+    if weak and IS_ROOT:
+        if shutil.which("setpriv") is None:
+            pytest.skip("no setpriv here")
+        command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *command]
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("ICEFLOE_")}
+    return subprocess.Popen(
+        command,
+        env=environment | {"XDG_CONFIG_HOME": "/nonexistent"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def fails(ended: Ended, code: int, said: str | Path) -> None:
+    """One line that names the thing, and nothing on standard output."""
+    assert ended.code == code, ended
+    assert re.fullmatch(r"icefloe: .+: .+\n", ended.err), ended
+    assert str(said) in ended.err and ended.out == "", ended
+
+
+def works(ended: Ended) -> Ended:
+    """It ended well."""
+    assert ended.code == 0, ended
+    return ended
+
+
+def is_whole(store: Path, images: dict[str, Tree], waste: bool = True) -> None:
+    """These images are there, exactly and alone; waste is allowed where a command broke off."""
+    with open_store(store, write=False) as opened:
+        problems = check(opened, read_data=True).problems
+        assert all(problem.waste and waste for problem in problems), problems
+        names = opened.catalog.names()
+        assert set(names) == {f"{name}:latest" for name in images}
+        for name, tree in images.items():
+            assert small_store.exported(opened, names[f"{name}:latest"]) == tree
+
+
+def fill(store: Path) -> None:
+    """A store that holds `kept`."""
+    with open_store(store, write=True, create=True) as opened:
+        small_store.add(opened, KEPT, "kept")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store that holds `kept`, closed."""
+    fill(tmp_path / "store")
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    """A checkpoint of 12 MiB that does not compress."""
+    root = tmp_path / "big"
+    root.mkdir()
+    (root / "pages-1.img").write_bytes(slow.noise(12 * MIB, 5))
+    return root
+
+
+# --- disks --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mounted(place: Path, *options: str) -> Iterator[Path]:
+    """A file system of its own for a test."""
+    if not IS_ROOT:
+        pytest.skip("mounting takes root")
+    place.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *options, place], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@contextmanager
+def small_disk(place: Path, size: int = 8 * MIB) -> Iterator[Path]:
+    """A disk that is soon full."""
+    with mounted(place, "-t", "tmpfs", "-o", f"size={size}", "tmpfs") as disk:
+        yield disk
+
+
+def eat(disk: Path) -> Path:
+    """Takes all the space that is left."""
+    hog = disk / "hog"
+    with hog.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return hog
+
+
+def test_disk_fills_up_during_add(tmp_path: Path, big: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        fill(disk / "store")
+        fails(icefloe(disk / "store", "add", big, "big"), 8, "No space left")
+        assert not any((disk / "store/staging").iterdir())
+        is_whole(disk / "store", {"kept": KEPT}, waste=False)
+        subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+        works(icefloe(disk / "store", "add", big, "big"))
+        is_whole(disk / "store", {"kept": KEPT, "big": small_store.read_tree(big)}, waste=False)
+
+
+def test_no_space_for_a_store(tmp_path: Path, big: Path) -> None:
+    """Not even for an empty one."""
+    with small_disk(tmp_path / "disk", 2 * MIB) as disk:
+        hog = eat(disk)
+        fails(icefloe(disk / "store", "add", big, "big", "--json"), 8, disk)
+        hog.unlink()
+        works(icefloe(disk / "store", "ls")) if (disk / "store/format").exists() else None
+        small_store.write_tree(tmp_path / "kept", KEPT)
+        works(icefloe(disk / "store", "add", tmp_path / "kept", "kept"))
+        is_whole(disk / "store", {"kept": KEPT})
+
+
+@pytest.mark.parametrize("command", [("rm", "kept"), ("tag", "kept", "too"), ("gc",)])
+def test_changes_on_a_full_disk(tmp_path: Path, command: Sequence[str]) -> None:
+    """Each is made or refused, and afterwards everything can be made."""
+    with small_disk(tmp_path / "disk") as disk:
+        fill(disk / "store")
+        hog = eat(disk)
+        ended = icefloe(disk / "store", *command)
+        if ended.code:
+            fails(ended, 8, disk)
+        hog.unlink()
+        names = {
+            name
+            for i in json.loads(works(icefloe(disk / "store", "ls", "--json")).out)
+            for name in i["names"]
+        }
+        assert names <= {"kept:latest", "too:latest"}
+        if command[0] != "rm":
+            works(icefloe(disk / "store", "export", "kept", tmp_path / "out"))
+            assert small_store.read_tree(tmp_path / "out") == KEPT
+        works(icefloe(disk / "store", "gc"))
+        works(icefloe(disk / "store", "check", "--read-data"))
+
+
+def test_export_to_a_full_disk(tmp_path: Path, store: Path, big: Path) -> None:
+    """Nothing half is left there."""
+    works(icefloe(store, "add", big, "big"))
+    with small_disk(tmp_path / "disk") as disk:
+        fails(icefloe(store, "export", "big", disk / "out"), 8, "No space left")
+        assert not any(disk.iterdir())
+
+
+def test_a_file_size_limit(store: Path, big: Path) -> None:
+    """`ulimit -f` is a full disk of its own kind, and comes with a signal."""
+    limit = f"ulimit -f 4096; exec {sys.executable} -m icefloe --store {store} add {big} big"
+    done = subprocess.run(["bash", "-c", limit], capture_output=True, text=True)
+    fails(Ended(done.returncode, done.stdout, done.stderr), 8, store)
+    is_whole(store, {"kept": KEPT}, waste=False)
+
+
+def test_read_only_store(tmp_path: Path, store: Path, big: Path) -> None:
+    """What only reads works; what would write says that it can't."""
+    with mounted(tmp_path / "view", "--bind", str(store)) as view:
+        subprocess.run(["mount", "-o", "remount,bind,ro", view], check=True)
+        for command in (("add", big, "big"), ("rm", "kept"), ("tag", "kept", "k"), ("gc",)):
+            fails(icefloe(view, *command), 8, view)
+        for command in (("ls",), ("show", "kept"), ("diff", "kept", "kept"), ("check",)):
+            works(icefloe(view, *command))
+        works(icefloe(view, "export", "kept", tmp_path / "out"))
+        assert small_store.read_tree(tmp_path / "out") == KEPT
+    is_whole(store, {"kept": KEPT}, waste=False)
+
+
+def test_another_users_store(store: Path) -> None:
+    """Checkpoints are secret: another user learns nothing but that."""
+    if not IS_ROOT:
+        pytest.skip("giving files away takes root")
+    for place in [*store.rglob("*"), store]:
+        os.chown(place, NOBODY, NOBODY)
+    for command in (("ls",), ("gc",), ("check",), ("export", "kept", "/tmp/never")):
+        ended = icefloe(store, *command, weak=True)
+        assert ended.code in (3, 8), ended
+        fails(ended, ended.code, store)
+
+
+# --- sources ------------------------------------------------------------------------------------
+
+
+def test_unreadable(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "image"
+    small_store.write_tree(root, KEPT)
+    for place, mode in ((root / "core.img", 0o644), (root, 0o755)):
+        place.chmod(0)
+        fails(icefloe(store, "add", root, "x", weak=True), 3, place)
+        place.chmod(mode)
+    is_whole(store, {"kept": KEPT}, waste=False)
+    works(icefloe(store, "add", root, "x", weak=True))
+
+
+def test_not_there(store: Path, tmp_path: Path) -> None:
+    fails(icefloe(store, "add", tmp_path / "nowhere", "x"), 3, tmp_path / "nowhere")
+    is_whole(store, {"kept": KEPT}, waste=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", bytes(10240), b"\x1f\x8b", b"\x28\xb5\x2f\xfd"])
+def test_no_archive(store: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    fails(icefloe(store, "add", tmp_path / "file", "x"), 4, tmp_path / "file")
+    is_whole(store, {"kept": KEPT}, waste=False)
+
+
+def shrink(path: Path) -> None:
+    """The end goes."""
+    os.truncate(path, WINDOW_BYTES + 4096)
+
+
+def grow(path: Path) -> None:
+    """More comes."""
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def overwrite(path: Path) -> None:
+    """The same length, other bytes, at the start, which was read already."""
+    with path.open("r+b") as file:
+        file.write(b"other")
+
+
+def vanish(path: Path) -> None:
+    """Gone."""
+    path.unlink()
+
+
+def replace(path: Path) -> None:
+    """Another file of that name and length."""
+    copy = path.with_name("copy")
+    shutil.copy2(path, copy)
+    copy.rename(path)
+
+
+def appear(path: Path) -> None:
+    """A new file beside it."""
+    (path.parent / "new").write_bytes(b"new")
+
+
+CHANGES = (shrink, grow, overwrite, vanish, replace, appear)
+
+
+@pytest.mark.parametrize("when", ["at the first window", "at the last window"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_while_it_is_read(
+    store: Path, big: Path, change: Callable[[Path], None], when: str
+) -> None:
+    """Nothing of it is stored, and the next try succeeds."""
+    length = (big / "pages-1.img").stat().st_size
+    read = 0
+
+    def progress(count: int) -> None:
+        nonlocal read
+        before, read = read, read + count
+        if before < (1 if when == "at the first window" else length) <= read:
+            time.sleep(0.02)  # the clock of a file system moves every few milliseconds
+            change(big / "pages-1.img")
+
+    with open_store(store, write=True) as opened:
+        with pytest.raises(SourceChanged, match=str(big)):
+            add_one(opened, big, progress)
+    is_whole(store, {"kept": KEPT}, waste=False)
+    (big / "pages-1.img").write_bytes(NOISE[2])
+    works(icefloe(store, "add", big, "big"))
+    is_whole(store, {"kept": KEPT, "big": small_store.read_tree(big)}, waste=False)
+
+
+def add_one(store: LocalStore, root: Path, progress: Callable[[int], None]) -> None:
+    """With one worker: windows are read in order."""
+    options = IngestOptions("fast", workers=1)
+    add_checkpoint(store, open_checkpoint(root), parse_name("big"), {}, options, progress)
+
+
+# --- signals and other processes ----------------------------------------------------------------
+
+
+# Takes its time over each read of the file `slow`.
+_STUCK = """
+import pathlib, sys, time
+from icefloe import cli
+from icefloe.capture.source import PlainFile
+read = PlainFile.read_into
+def slow(self, offset, view):
+    if self._path.name == "slow":
+        pathlib.Path(sys.argv[1]).touch()
+        time.sleep(float(sys.argv[2]))
+    read(self, offset, view)
+PlainFile.read_into = slow
+PlainFile.is_hole = lambda self, offset, length: False
+cli.main(sys.argv[3:])
+"""
+
+
+@contextmanager
+def stuck_add(store: Path, folder: Path, seconds: float) -> Iterator["subprocess.Popen[str]"]:
+    """An `add` of `folder`/stuck that is in the middle of reading, and stays there a while."""
+    small_store.write_tree(folder / "stuck", {"pages-1.img": NOISE[2], "slow": bytes(MIB)})
+    reached = folder / "reached"
+    words = [reached, seconds, "--store", store, "add", folder / "stuck", "stuck"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STUCK, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while not reached.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(store: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """As if it had never begun; SIGTERM may leave waste."""
+    with stuck_add(store, tmp_path, 0.5) as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode and out == ""
+    if number is signal.SIGINT:
+        assert process.returncode == 130
+        assert re.fullmatch(r"icefloe: interrupted: .+\n", err.lstrip("\n"))
+    is_whole(store, {"kept": KEPT}, waste=number is not signal.SIGINT)
+    works(icefloe(store, "add", tmp_path / "stuck", "stuck"))
+    stuck = small_store.read_tree(tmp_path / "stuck")
+    is_whole(store, {"kept": KEPT, "stuck": stuck}, waste=number is not signal.SIGINT)
+
+
+def test_busy(store: Path, tmp_path: Path) -> None:
+    """Who waits in vain is told whom for. Readers don't get in each other's way."""
+    with stuck_add(store, tmp_path, 60) as process:
+        waiting = [start(store, command) for command in ("ls", "gc")]
+        for other in waiting:
+            out, err = other.communicate(timeout=20)
+            fails(Ended(other.returncode, out, err), 6, f"process {process.pid}")
+    lock = Lock(store / "lock", write=False)
+    works(icefloe(store, "ls"))
+    lock.release()
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a", "a")])
+def test_two_at_once(store: Path, tmp_path: Path, names: tuple[str, str]) -> None:
+    """One waits for the other, and both are stored."""
+    trees: list[Tree] = [{"x": NOISE[0] + b"1"}, {"x": NOISE[0] + b"2", "y": NOISE[2]}]
+    for i, tree in enumerate(trees):
+        small_store.write_tree(tmp_path / str(i), tree)
+    running = [start(store, "add", tmp_path / str(i), names[i], "--json") for i in range(2)]
+    ids: list[str] = []
+    for process in running:
+        out, err = process.communicate(timeout=60)
+        works(Ended(process.returncode, out, err))
+        ids.append(json.loads(out)["id"])
+    with open_store(store, write=False) as opened:
+        assert check(opened, read_data=True).problems == ()
+        images = [opened.catalog.resolve(IdPrefix(identity)) for identity in ids]
+        assert [small_store.exported(opened, image) for image in images] == trees
