@@ -23,7 +23,7 @@ from icefloe.store.manifest import (
 
 
 class Assembly:
-    """Extents of files, each file's in order. Not for several threads at once."""
+    """Extents of files, each file's in order. Threads take turns."""
 
     def __init__(self) -> None:
         self._numbers: dict[BlockId, int] = {}
@@ -42,15 +42,20 @@ class Assembly:
         """The extents that follow belong to this file."""
         self._start[path] = len(self._block)
 
+    def number(self, block: BlockId, length: int) -> tuple[int, bool]:
+        """The number that stands for a block, and whether it is new. Numbers have no order."""
+        count = len(self._numbers)
+        number = self._numbers.setdefault(block, count)
+        if number == count:
+            self._lengths.append(length)
+        return number, number == count
+
     def add_zero(self, length: int) -> None:
         """The next `length` bytes are zero."""
         self._add(ZERO, 0, length)
 
-    def add(self, block: BlockId, block_length: int, offset: int, length: int) -> None:
-        """The next `length` bytes stand in this block at `offset`."""
-        number = self._numbers.setdefault(block, len(self._numbers))
-        if number == len(self._lengths):
-            self._lengths.append(block_length)
+    def add(self, number: int, offset: int, length: int) -> None:
+        """The next `length` bytes stand in the block with this number at `offset`."""
         self._add(number, offset, length)
 
     def _add(self, block: int, offset: int, length: int) -> None:
@@ -59,7 +64,10 @@ class Assembly:
         self._length.append(length)
 
     def manifest(self, files: Sequence[ImageFile], labels: Mapping[str, str]) -> Manifest:
-        """The image of these entries, in canonical order. Facts are what capture adds later."""
+        """The image of these entries, in canonical order. Facts are what capture adds later.
+
+        Once: nothing is left of the extents.
+        """
         owners, ordered = _settle_links(files)
         extents = np.zeros(len(self._block), EXTENT_DTYPE)
         extents["block"], extents["offset"] = self._block, self._offset
@@ -87,6 +95,7 @@ class Assembly:
         """Renumbers the blocks in `extents`; returns them in their new order."""
         blocks = np.zeros(len(self._lengths), BLOCK_DTYPE)
         blocks["id"] = np.frombuffer(b"".join(self._numbers), "V32")
+        self._numbers.clear()  # most of the memory; what follows needs its own
         blocks["length"] = self._lengths
         data = extents["block"] != ZERO
         used, first = np.unique(extents["block"][data], return_index=True)

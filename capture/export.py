@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icefloe import durable
+from icefloe.capture import allocator
 from icefloe.catalog import LocalStore
 from icefloe.errors import CorruptCatalog, ExportExists
 from icefloe.ids import BlockId
@@ -70,6 +71,7 @@ def export_image(
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ExportExists(destination)
+    allocator.keep_freed()
     manifest = store.manifest(image)
     destination = destination.absolute()
     staged = destination.with_name(f".{destination.name}.{os.getpid()}.partial")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from icefloe.capture import allocator
 from icefloe.capture.assembly import Assembly
 from icefloe.capture.source import Checkpoint
 from icefloe.capture.tree import Tree
@@ -92,10 +93,12 @@ def add_checkpoint(
 
     Raises SourceUnreadable, SourceChanged, BadSource, NoSpace, NotWritable or LimitReached.
     """
+    allocator.keep_freed()
     ingest = _Ingest(store, options, progress)
     try:
         ingest.run(checkpoint)
         checkpoint.verify()
+        allocator.give_back()
         manifest = ingest.assembly.manifest(ingest.entries, labels)
         return _commit(store, ingest, manifest, name)
     except BaseException:
@@ -139,11 +142,10 @@ def _commit(store: LocalStore, ingest: "_Ingest", manifest: Manifest, name: Name
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """The next `length` bytes of a file; `block` is None for zero."""
+    """The next `length` bytes of a file; `block` is a number of the assembly, None for zero."""
 
     length: int
-    block: BlockId | None = None
-    block_length: int = 0
+    block: int | None = None
     offset: int = 0
 
 
@@ -210,7 +212,6 @@ class _Ingest:
         self._progress = progress
         self._reading = threading.Lock()
         self._claiming = threading.Lock()
-        self._claimed: set[BlockId] = set()  # blocks that some thread takes care of
         self._cutting = _Turns()
         self._appending = _Turns()
         self._carry = b""
@@ -256,11 +257,11 @@ class _Ingest:
     def _do_group(self, group: Group, encoder: Encoder) -> None:
         with self._cutting.turn(group.sequence):
             pass  # groups are not cut
-        ids, blocks = self._code([memoryview(group.content)], encoder)
+        (number,), blocks = self._code([memoryview(group.content)], encoder)
         with self._appending.turn(group.sequence):
             offset = 0
             for file in group.files:
-                extent = _Extent(file.size, ids[0], len(group.content), offset)
+                extent = _Extent(file.size, number, offset)
                 self.assembly.begin(file.path)
                 self._append(_Done([extent], []))
                 offset += file.size
@@ -282,8 +283,8 @@ class _Ingest:
             else:
                 base = _CARRY_BYTES - window.offset
                 views.append(buffer.bytes[base + start : base + stop])
-        ids, blocks = self._code(views, encoder)
-        data = iter([_Extent(len(v), i, len(v)) for v, i in zip(views, ids, strict=True)])
+        numbers, blocks = self._code(views, encoder)
+        data = iter([_Extent(len(v), n) for v, n in zip(views, numbers, strict=True)])
         extents = [
             _Extent(zero_lengths[i]) if i in zero_lengths else next(data)
             for i in range(len(pieces))
@@ -321,14 +322,16 @@ class _Ingest:
 
     def _code(
         self, raws: list[memoryview], encoder: Encoder
-    ) -> tuple[list[BlockId], list[StoredBlock]]:
-        """The ids of all blocks, and the stored form of those that nobody has yet."""
+    ) -> tuple[list[int], list[StoredBlock]]:
+        """The numbers of all blocks, and the stored form of those that nobody has yet."""
         ids = [block_id(raw) for raw in raws]
+        numbers: list[int] = []
         fresh: dict[BlockId, memoryview] = {}
         with self._claiming:
             for identity, raw in zip(ids, raws, strict=True):
-                if identity not in self._claimed:
-                    self._claimed.add(identity)
+                number, is_new = self.assembly.number(identity, len(raw))
+                numbers.append(number)
+                if is_new:  # this thread takes care of it
                     fresh[identity] = raw
         known = self._catalog.known(list(fresh))
         blocks = []
@@ -337,7 +340,7 @@ class _Ingest:
                 coded = encoder.encode(raw)
                 block = StoredBlock(identity, Kind.DATA, coded.codec, len(raw), coded.payload)
                 blocks.append(block)
-        return ids, blocks
+        return numbers, blocks
 
     def _append(self, done: _Done) -> None:
         """Takes the results of a window, in order. Only within a turn."""
@@ -345,7 +348,7 @@ class _Ingest:
             if extent.block is None:
                 self.assembly.add_zero(extent.length)
             else:
-                self.assembly.add(extent.block, extent.block_length, extent.offset, extent.length)
+                self.assembly.add(extent.block, extent.offset, extent.length)
         if done.blocks:
             self.writer.append(done.blocks)
             self.new_blocks += len(done.blocks)

@@ -7,7 +7,7 @@ The count of a block is the number of committed images that mention it; an image
 blocks and its own manifest, each once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,9 @@ from icefloe.store.layout import Layout
 from icefloe.store.manifest import Manifest
 from icefloe.store.pack import Index, read_index
 from icefloe.store.reader import BlockReader, Location
+
+# Rows that are Python objects at the same time: those of 200 GB would fill 200 MB.
+_ROWS_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +106,20 @@ class _Rows:
         """Where these ids, all of them touched, stand."""
         return np.searchsorted(self.ids, ids)
 
-    def keys(self) -> list[bytes]:
-        return _split(self.ids)
-
 
 def _sortable(ids: NDArray[np.void]) -> NDArray[np.bytes_]:
     """Ids as numpy can sort them. S32 pads with NUL, so 32 bytes compare exactly."""
     return np.ascontiguousarray(ids).view("S32")
+
+
+def _each(chosen: NDArray[np.bool_]) -> Iterator[int]:
+    at = np.flatnonzero(chosen)
+    for first in range(0, len(at), _ROWS_AT_ONCE):
+        yield from at[first : first + _ROWS_AT_ONCE].tolist()
+
+
+def _cell(column: bytes, i: int, width: int) -> bytes:
+    return column[i * width : (i + 1) * width]
 
 
 def _split(ids: NDArray[np.bytes_]) -> list[bytes]:
@@ -236,10 +246,14 @@ class Application:
         groups = [_sortable(pack.index["id"]) for pack in packs]
         groups += [*gone.values(), *(mention.ids for mention in mentions)]
         ids = np.unique(np.concatenate(groups)) if groups else np.zeros(0, "S32")
-        values = self._database.get_many(tables.BLOCKS, _split(ids))
-        found = np.array([value is not None for value in values], np.bool_)
+        found = np.zeros(len(ids), np.bool_)
         before = np.zeros(len(ids), tables.BLOCK_DTYPE)
-        before[found] = tables.block_rows([value for value in values if value is not None])
+        for first in range(0, len(ids), _ROWS_AT_ONCE):
+            part = slice(first, first + _ROWS_AT_ONCE)
+            values = self._database.get_many(tables.BLOCKS, _split(ids[part]))
+            found[part] = [value is not None for value in values]
+            rows = tables.block_rows([value for value in values if value is not None])
+            before[part][found[part]] = rows
         return _Rows(ids, found, before, before.copy(), np.zeros(len(ids), np.bool_))
 
     def _place(self, rows: _Rows, packs: list[_Pack], gone: dict[int, NDArray[np.bytes_]]) -> None:
@@ -284,20 +298,20 @@ class Application:
         leaves = rows.found & ~rows.placed & np.isin(rows.before["pack"], list(gone))
         if (rows.after["count"][leaves] > 0).any():
             raise CorruptCatalog(self._database.path, "a pack to be dropped holds blocks in use")
-        keys, values = rows.keys(), rows.after.tobytes()
+        ids, values = rows.ids.tobytes(), rows.after.tobytes()
         width = tables.BLOCK_DTYPE.itemsize
         was_dead = rows.found & (rows.before["count"] == 0)
         dead = rows.present & ~leaves & (rows.after["count"] == 0)
         written = rows.present & ~leaves & (rows.placed | (rows.before != rows.after))
-        for i in np.flatnonzero(written).tolist():
-            batch.put(tables.BLOCKS, keys[i], values[i * width : (i + 1) * width])
-        for i in np.flatnonzero(leaves).tolist():
-            batch.delete(tables.BLOCKS, keys[i])
+        for i in _each(written):
+            batch.put(tables.BLOCKS, _cell(ids, i, 32), _cell(values, i, width))
+        for i in _each(leaves):
+            batch.delete(tables.BLOCKS, _cell(ids, i, 32))
         time = np.array(self._change.time, tables.TIME_DTYPE).tobytes()
-        for i in np.flatnonzero(dead & ~was_dead).tolist():
-            batch.put(tables.TOMBSTONES, keys[i], time)
-        for i in np.flatnonzero(was_dead & ~dead).tolist():
-            batch.delete(tables.TOMBSTONES, keys[i])
+        for i in _each(dead & ~was_dead):
+            batch.put(tables.TOMBSTONES, _cell(ids, i, 32), time)
+        for i in _each(was_dead & ~dead):
+            batch.delete(tables.TOMBSTONES, _cell(ids, i, 32))
 
     # The other tables
 

@@ -138,7 +138,7 @@ def open_store(
     """
     layout = Layout(root)
     if create:
-        layouts.create(layout)
+        _create(layout, wait_seconds)
     layouts.require(layout)
     if write:
         return _open_to_write(layout, wait_seconds, repair)
@@ -149,6 +149,16 @@ def open_store(
     if store is None:
         raise CorruptJournal(layout.journal, "it keeps running ahead of the catalog")
     return store
+
+
+def _create(layout: Layout, wait_seconds: float) -> None:
+    layouts.make_folders(layout)
+    if not layout.format.exists():
+        lock = Lock(layout.lock, write=True, wait_seconds=wait_seconds)
+        try:
+            layouts.describe(layout)
+        finally:
+            lock.release()
 
 
 def _open_to_read(layout: Layout, wait_seconds: float) -> LocalStore | None:

@@ -76,10 +76,14 @@ def _description() -> bytes:
     return (json.dumps({"format": FORMAT_VERSION, "chunking": chunking}) + "\n").encode()
 
 
-def create(layout: Layout) -> None:
-    """Makes an empty store; finishes one whose making was interrupted."""
+def make_folders(layout: Layout) -> None:
+    """Makes the folders of a store, those that are missing."""
     for folder in (layout.root, layout.packs, layout.staging):
         durable.make_folder(folder)
+
+
+def describe(layout: Layout) -> None:
+    """Makes the folder a store. The caller holds the lock."""
     if not layout.format.exists():
         durable.publish(layout.format, _description())
 

@@ -405,8 +405,10 @@ def test_busy(store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("a", "a")])
-def test_two_at_once(store: Path, tmp_path: Path, names: tuple[str, str]) -> None:
-    """One waits for the other, and both are stored."""
+@pytest.mark.parametrize("place", ["store", "new store"])
+def test_two_at_once(store: Path, tmp_path: Path, names: tuple[str, str], place: str) -> None:
+    """One waits for the other, and both are stored, also when both make the store."""
+    store = store.with_name(place)
     trees: list[Tree] = [{"x": NOISE[0] + b"1"}, {"x": NOISE[0] + b"2", "y": NOISE[2]}]
     for i, tree in enumerate(trees):
         small_store.write_tree(tmp_path / str(i), tree)

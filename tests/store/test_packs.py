@@ -20,7 +20,7 @@ from icefloe.errors import CorruptBlock, CorruptPack, MissingPack, UnknownFormat
 from icefloe.ids import BlockId, PackId, block_id
 from icefloe.store import pack as packs
 from icefloe.store.codecs import Codec
-from icefloe.store.layout import Layout, create
+from icefloe.store.layout import Layout, describe, make_folders
 from icefloe.store.pack import INDEX_DTYPE, TRAILER, Index, Kind, StoredBlock, read_index
 from icefloe.store.reader import BlockReader, Location
 from icefloe.store.verify import verify_pack
@@ -32,7 +32,8 @@ def empty_store() -> Iterator[Layout]:
     """A store without packs, gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         layout = Layout(Path(folder))
-        create(layout)
+        make_folders(layout)
+        describe(layout)
         yield layout
 
 

@@ -26,7 +26,7 @@ from icefloe.ids import BlockId, PackId, block_id
 from icefloe.store import manifest as manifests
 from icefloe.store.codecs import Codec
 from icefloe.store.journal import START, Change, Journal
-from icefloe.store.layout import Layout, create
+from icefloe.store.layout import Layout, describe, make_folders
 from icefloe.store.manifest import ZERO, FileKind, Manifest
 from icefloe.store.pack import Kind, StoredBlock, pack_id, read_index
 from icefloe.store.reader import BlockReader, Location
@@ -128,7 +128,8 @@ def written(blocks: list[StoredBlock]) -> bytes:
     """The bytes of the pack that holds these blocks."""
     with tempfile.TemporaryDirectory() as folder:
         layout = Layout(Path(folder))
-        create(layout)
+        make_folders(layout)
+        describe(layout)
         writer = PackWriter(layout)
         writer.append(blocks)
         (identity,) = writer.finish()
@@ -153,7 +154,8 @@ def test_reading_a_pack(tmp_path: Path) -> None:
     assert index_rows(path) == golden["index"]
     assert pack_id(index).hex() == golden["id"]
     layout = Layout(tmp_path)
-    create(layout)
+    make_folders(layout)
+    describe(layout)
     copy = layout.pack(pack_id(index))
     copy.parent.mkdir()
     copy.write_bytes(path.read_bytes())

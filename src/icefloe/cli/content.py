@@ -9,23 +9,6 @@ from icefloe.cli import output
 from icefloe.cli.context import Context
 from icefloe.errors import UsageError
 
-# mallopt(3): the parameters, and their values in bytes.
-_M_TRIM_THRESHOLD, _TRIM_BYTES = -1, 256 << 20
-_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 32 << 20
-
-
-def _keep_freed_memory() -> None:
-    """Tells malloc to use freed memory again instead of handing it back to the kernel.
-
-    Blocks come and go by the thousand; fetching each one's pages anew costs a seventh of `add`.
-    """
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
-
 
 def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
     labels = {}
@@ -52,7 +35,6 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
     from icefloe.ids import parse_name
 
     started = monotonic()
-    _keep_freed_memory()
     wanted, kept = parse_name(name), _labels(labels)
     checkpoint = open_checkpoint(path)
     config = context.config()
@@ -109,7 +91,6 @@ def export(context: Context, name: str, folder: Path, as_json: bool) -> None:
     from icefloe.ids import parse_reference
 
     started = monotonic()
-    _keep_freed_memory()
     reference = parse_reference(name)
     with context.open() as store:
         image = store.catalog.resolve(reference)
