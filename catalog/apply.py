@@ -55,7 +55,7 @@ def apply_changes(
         stays.update(dict.fromkeys(entry.change.packs_added, True))
         stays.update(dict.fromkeys(entry.change.packs_dropped, False))
         gone_at.update(dict.fromkeys(entry.change.images_removed, i))
-    dropped = tuple(pack for pack, stay in stays.items() if not stay)
+    dropped = _known(catalog, [pack for pack, stay in stays.items() if not stay])
     # What no image mentions counts as dead from now on: never too early for a grace period.
     now = entries[-1].change.time
     for pack in (pack for pack, stay in stays.items() if stay):
@@ -70,6 +70,11 @@ def apply_changes(
         # An image that is removed later may do without.
         lost += [item for item in application.lost if gone_at.get(item.image, -1) <= i]
     return lost
+
+
+def _known(catalog: Catalog, packs: list[PackId]) -> tuple[PackId, ...]:
+    numbers = catalog.database.get_many(tables.PACK_NUMBERS, list(packs))
+    return tuple(p for p, number in zip(packs, numbers, strict=True) if number is not None)
 
 
 @dataclass(frozen=True, slots=True)
