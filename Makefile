@@ -43,6 +43,7 @@ bench: $(INSTALLED)
 	mkdir -p .cache/bench
 	$(BIN)/python bench/dedup.py --json .cache/bench/dedup.json
 	$(BIN)/python bench/ingest.py --json .cache/bench/ingest.json
+	$(BIN)/python bench/ingest.py --bytes 64m --runs 1 --memory 16 --json .cache/bench/memory.json
 	$(BIN)/python bench/catalog.py --json .cache/bench/catalog.json
 
 clean:
