@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import slow_chunker as slow
 import small_store
+from endings import Ended, fails
 from small_store import NOISE, Tree
 
 from icefloe.capture.ingest import IngestOptions, add_checkpoint, open_checkpoint
@@ -34,15 +34,6 @@ IS_ROOT = os.geteuid() == 0
 NOBODY = 65534
 
 KEPT: Tree = {"pages-1.img": NOISE[0] + bytes(128 << 10) + NOISE[1], "core.img": b"core"}
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a command ended and what it printed."""
-
-    code: int
-    out: str
-    err: str
 
 
 def icefloe(store: Path, *arguments: str | Path, weak: bool = False) -> Ended:
@@ -68,13 +59,6 @@ def start(store: Path, *arguments: str | Path, weak: bool = False) -> "subproces
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def fails(ended: Ended, code: int, said: str | Path) -> None:
-    """One line that names the thing, and nothing on standard output."""
-    assert ended.code == code, ended
-    assert re.fullmatch(r"icefloe: .+: .+\n", ended.err), ended
-    assert str(said) in ended.err and ended.out == "", ended
 
 
 def works(ended: Ended) -> Ended:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import small_store
+from endings import Ended, fails
 from small_store import NOISE, Tree
 
 import icefloe.catalog
@@ -22,15 +23,6 @@ from icefloe.errors import EXIT_CODES
 
 ONE: Tree = {"pages-1.img": NOISE[0] + bytes(128 << 10), "core.img": b"core"}
 TWO: Tree = {"pages-1.img": NOISE[0] + NOISE[1], "more.img": b"more"}
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a command ended and what it printed."""
-
-    code: int
-    out: str
-    err: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +80,6 @@ def filled(line: Line) -> Line:
     assert line("add", line.tree("1", ONE), "one", "--label", "k=v", "--label", "e=a=b").code == 0
     assert line("add", line.tree("2", TWO), "two:v2").code == 0
     return line
-
-
-def fails(ended: Ended, code: int, said: str) -> None:
-    """One line on standard error, what happened and what to do; nothing else anywhere."""
-    assert ended.code == code, ended
-    assert re.fullmatch(r"icefloe: .+: .+\n", ended.err), ended
-    assert said in ended.err and "Traceback" not in ended.err
-    assert ended.out == ""
 
 
 # --- for programs -------------------------------------------------------------------------------
