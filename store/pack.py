@@ -13,6 +13,8 @@ blake3(index).
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -104,12 +106,21 @@ def trailer(index_offset: int, count: int, index_hash: bytes) -> bytes:
     return TRAILER.pack(index_offset, count, VERSION, index_hash, 0, TRAILER_MAGIC)
 
 
-def open_pack(path: Path) -> int:
-    """A descriptor to read from. Raises MissingPack."""
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What the operating system can't read of a pack is damage. Raises MissingPack, CorruptPack."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        yield
     except FileNotFoundError:
         raise MissingPack(path) from None
+    except OSError as error:
+        raise CorruptPack(path, f"it can't be read: {error.strerror}") from error
+
+
+def open_pack(path: Path) -> int:
+    """A descriptor to read from. Raises MissingPack or CorruptPack."""
+    with reading(path):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def read_index(path: Path) -> Index:
@@ -119,7 +130,8 @@ def read_index(path: Path) -> Index:
     """
     fd = open_pack(path)
     try:
-        return _parse_index(path, fd, os.fstat(fd).st_size)
+        with reading(path):
+            return _parse_index(path, fd, os.fstat(fd).st_size)
     finally:
         os.close(fd)
 

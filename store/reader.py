@@ -17,7 +17,7 @@ from icefloe.errors import CorruptBlock
 from icefloe.ids import BlockId, PackId, block_id
 from icefloe.store.codecs import Decoder, Undecodable
 from icefloe.store.layout import Layout
-from icefloe.store.pack import open_pack
+from icefloe.store.pack import open_pack, reading
 
 # One read of at most this, bridging gaps of at most that: a seek costs more than reading through.
 _READ_BYTES = 8 << 20
@@ -68,7 +68,7 @@ class BlockReader:
             os.close(self._open.popitem()[1])
 
     def read(self, locations: Sequence[Location]) -> Iterator[Buffer]:
-        """Raw bytes of each location, in order. Raises CorruptBlock or MissingPack.
+        """Raw bytes of each location, in order. Raises CorruptBlock, CorruptPack or MissingPack.
 
         A buffer is valid until the next one is asked for.
         """
@@ -89,7 +89,7 @@ class BlockReader:
                 yield where, stored[start : start + where.stored]
 
     def read_one(self, location: Location) -> bytes:
-        """Raw bytes of one block, to keep. Raises CorruptBlock or MissingPack."""
+        """Raw bytes of one block, to keep. Raises CorruptBlock, CorruptPack or MissingPack."""
         (raw,) = (bytes(raw) for raw in self.read([location]))
         return raw
 
@@ -97,11 +97,12 @@ class BlockReader:
         length = end - start
         into = self._buffer if length <= _READ_BYTES else memoryview(mmap.mmap(-1, length))
         fd, done = self._descriptor(pack), 0
-        while done < length:
-            count = os.preadv(fd, [into[done:length]], start + done)
-            if not count:
-                break  # a pack cut short: what is missing fails its hash
-            done += count
+        with reading(self.path(pack)):
+            while done < length:
+                count = os.preadv(fd, [into[done:length]], start + done)
+                if not count:
+                    break  # a pack cut short: what is missing fails its hash
+                done += count
         return into[:done]
 
     def _descriptor(self, pack: PackId) -> int:

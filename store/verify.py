@@ -17,6 +17,7 @@ from icefloe.store.pack import (
     pack_id,
     padding,
     read_index,
+    reading,
 )
 from icefloe.store.reader import BlockReader, Location
 
@@ -32,7 +33,10 @@ def verify_pack(layout: Layout, pack: PackId) -> Iterator[Corrupt]:
     if pack_id(index) != pack:
         yield CorruptPack(path, "its index does not match its name")
         return
-    yield from _verify_frames(path, index)
+    try:
+        yield from _verify_frames(path, index)
+    except CorruptPack as problem:
+        yield problem
     with BlockReader(layout) as reader:
         for row in index.tolist():
             identity, offset, stored, raw, codec, _, _ = row
@@ -50,7 +54,7 @@ def verify_pack(layout: Layout, pack: PackId) -> Iterator[Corrupt]:
 def _verify_frames(path: Path, index: Index) -> Iterator[CorruptPack]:
     """What lies between the payloads has only one right value."""
     position = HEADER.size
-    with open(open_pack(path), "rb") as file:
+    with reading(path), open(open_pack(path), "rb") as file:
         for identity, offset, stored, raw, codec, kind, _ in index.tolist():
             gap = padding(position, codec, raw)
             header = BLOCK_HEADER.pack(BLOCK_MAGIC, kind, codec, 0, stored, raw, identity)

@@ -3,6 +3,7 @@
 Each time: one clear line, the documented exit code, and nothing that was stored is lost.
 """
 
+import errno
 import json
 import os
 import re
@@ -21,11 +22,12 @@ import small_store
 from endings import Ended, fails
 from small_store import NOISE, Tree
 
+from icefloe.capture.export import export_image
 from icefloe.capture.ingest import IngestOptions, add_checkpoint, open_checkpoint
 from icefloe.capture.windows import WINDOW_BYTES
 from icefloe.catalog import LocalStore, open_store
 from icefloe.catalog.lock import Lock
-from icefloe.errors import SourceChanged
+from icefloe.errors import CorruptPack, SourceChanged
 from icefloe.gc.audit import check
 from icefloe.ids import IdPrefix, parse_name
 
@@ -221,6 +223,30 @@ def test_another_users_store(store: Path) -> None:
         ended = icefloe(store, *command, weak=True)
         assert ended.code in (3, 8), ended
         fails(ended, ended.code, store)
+
+
+def test_a_disk_that_cannot_read(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad sector under a pack is damage of that pack, not of where it is exported to."""
+    (pack,) = (path for path in (store / "packs").rglob("*") if path.is_file())
+    read = os.preadv
+
+    def fail(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if os.path.samestat(os.fstat(fd), pack.stat()) and len(buffers[0]) > 1000:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, buffers, offset, flags)
+
+    with open_store(store, write=False) as opened:
+        image = opened.catalog.resolve(parse_name("kept"))
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(CorruptPack, match=f"{pack}.*Input/output error"):
+            export_image(opened, image, tmp_path / "out")
+        problems = check(opened, read_data=True).problems
+        assert {p.kind for p in problems} == {"data-damaged"} and str(pack) in problems[0].what
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    is_whole(store, {"kept": KEPT}, waste=False)
 
 
 # --- sources ------------------------------------------------------------------------------------

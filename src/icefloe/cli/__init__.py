@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     # A checkpoint holds everything that a process knew: files 0600, folders 0700.
     os.umask(0o077)
     arguments = sys.argv[1:] if arguments is None else arguments
-    out = sys.stdout
+    out = sys.stdout = sys.stdout or open(os.devnull, "w")  # None when it was closed
     if isinstance(out, TextIOWrapper):
         # Names of files are bytes, and needn't be text.
         out.reconfigure(errors="backslashreplace")
