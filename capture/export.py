@@ -1,12 +1,13 @@
 """`export`: writes an image back as the exact directory that was stored.
 
 Everything is written into a folder beside the destination, which gets its name when all of it is
-there. Worker threads take spans of a few MiB; every block is verified before it is written. Zero
-extents become holes.
+there (into one inside of it, when the destination is a mount). Worker threads take spans of a few
+MiB; every block is verified before it is written. Zero extents become holes.
 """
 
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,17 +75,40 @@ def export_image(
     allocator.keep_freed()
     manifest = store.manifest(image)
     destination = destination.absolute()
-    staged = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    staged = _staging_place(destination)
     with durable.write_errors(destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
         staged.mkdir(mode=0o700)
         try:
             written = _write_all(store, manifest, staged, workers, progress)
-            os.rename(staged, destination)
+            _settle(staged, destination)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise
     return ExportResult(image, len(manifest.files), manifest.logical_bytes, written)
+
+
+def _staging_place(destination: Path) -> Path:
+    """Beside the destination; inside of it when it is a mount, which nothing can replace."""
+    if destination.is_mount():
+        return destination / f".{os.getpid()}.partial"
+    return destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+
+
+def _settle(staged: Path, destination: Path) -> None:
+    """Gives what was written its final name."""
+    if staged.parent != destination:
+        os.rename(staged, destination)
+        return
+    status = staged.stat()
+    staged.chmod(0o700)  # else nothing may leave a read-only folder
+    for path in staged.iterdir():
+        os.rename(path, destination / path.name)
+    staged.rmdir()
+    if os.geteuid() == 0:
+        os.chown(destination, status.st_uid, status.st_gid)
+    os.chmod(destination, stat.S_IMODE(status.st_mode))
+    os.utime(destination, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
 def _write_all(

@@ -192,6 +192,21 @@ def test_export_to_a_full_disk(tmp_path: Path, store: Path, big: Path) -> None:
         assert not any(disk.iterdir())
 
 
+def test_export_to_a_mount(tmp_path: Path, store: Path, big: Path) -> None:
+    """A volume is filled in place, or left empty."""
+    works(icefloe(store, "add", big, "big"))
+    with small_disk(tmp_path / "disk") as disk:
+        fails(icefloe(store, "export", "big", disk), 8, "No space left")
+        assert not any(disk.iterdir())
+        with open_store(store, write=False) as opened:
+            kept = opened.manifest(opened.catalog.resolve(parse_name("kept"))).files[0]
+        works(icefloe(store, "export", "kept", disk))
+        assert small_store.read_tree(disk) == KEPT
+        status = disk.stat()
+        assert (status.st_mode & 0o7777, status.st_mtime_ns) == (kept.mode, kept.mtime_ns)
+        fails(icefloe(store, "export", "kept", disk), 2, disk)
+
+
 def test_a_file_size_limit(store: Path, big: Path) -> None:
     """`ulimit -f` is a full disk of its own kind, and comes with a signal."""
     limit = f"ulimit -f 4096; exec {sys.executable} -m icefloe --store {store} add {big} big"
