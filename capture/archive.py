@@ -62,7 +62,9 @@ class Archive:
         with read_errors(path):
             self._path = path = path.resolve(strict=True)
             self._status = path.stat()
-            with path.open("rb") as file:
+            if not stat.S_ISREG(self._status.st_mode):
+                raise SourceUnreadable(path, "neither a folder nor a file")
+            with open(path, "rb", opener=_open_at_once) as file:
                 self._magic = file.read(4)
         self._entries: dict[str, ImageFile] = {}
 
@@ -97,7 +99,7 @@ class Archive:
 
     @contextmanager
     def _open(self) -> Iterator[tarfile.TarFile]:
-        with self._path.open("rb") as file:
+        with open(self._path, "rb", opener=_open_at_once) as file:
             if self._magic == _ZSTD:
                 decoder = zstandard.ZstdDecompressor()
                 with decoder.stream_reader(file, read_across_frames=True) as decoded:
@@ -220,6 +222,11 @@ def _mtime_ns(member: tarfile.TarInfo) -> int:
     nanoseconds = int((fraction + "0" * 9)[:9])
     sign = -1 if seconds.startswith("-") else 1
     return int(seconds) * 1_000_000_000 + sign * nanoseconds
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Doesn't wait for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextmanager

@@ -95,7 +95,9 @@ class PlainFile:
         self._start = start
         self._expected = fingerprint(expected)
         with read_errors(path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # NONBLOCK: a pipe in the file's place would let us wait for ever.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._fd = os.open(path, flags)
         try:
             self._check()
         except BaseException:

@@ -21,7 +21,7 @@ from rocksdict import (
 
 from icefloe import durable
 from icefloe.catalog import tables
-from icefloe.errors import CorruptCatalog, IcefloeError, NoSpace, NotWritable
+from icefloe.errors import CorruptCatalog, IcefloeError, LimitReached, NoSpace, NotWritable
 
 # Bounds on memory; both are far below what a single window of an image takes.
 _CACHE_BYTES = 32 << 20
@@ -68,7 +68,11 @@ def _view(path: Path) -> TemporaryDirectory[str]:
     rocksdict writes its settings anew whenever it opens a database, also to read. The store may
     be read-only or full, and another reader may be there at the same moment.
     """
-    with durable.write_errors(Path(gettempdir())):
+    try:
+        place = Path(gettempdir())
+    except FileNotFoundError as error:
+        raise NotWritable("a temporary folder", str(error.strerror)) from error
+    with durable.write_errors(place):
         view = TemporaryDirectory(prefix="icefloe-")
         for name in os.listdir(path):
             if name not in _NOT_IN_VIEW:
@@ -115,6 +119,10 @@ class Database:
             text = str(error)
             if "No space left" in text or "Disk quota" in text or "File too large" in text:
                 raise NoSpace(self.path, text) from error
+            if "Too many open files" in text:
+                raise LimitReached(
+                    f"cannot open {self.path} ({text})", "allow more open files (ulimit -n)"
+                ) from error
             if "Read-only file system" in text or "Permission denied" in text:
                 raise NotWritable(self.path, text) from error
             raise CorruptCatalog(self.path, text) from error

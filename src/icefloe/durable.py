@@ -28,7 +28,7 @@ hook: Callable[[str, Path], None] = _no_hook
 # Linux takes at most this many pieces in one writev (limits.h, IOV_MAX).
 _IOV_MAX = 1024
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def write_errors(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        kind = NoSpace if error.errno in _FULL else NotWritable
+        kind = NoSpace if error.errno in FULL else NotWritable
         raise kind(path, reason) from error
 
 

@@ -229,6 +229,6 @@ class NotWritable(IcefloeError, OSError):
 
 
 class LimitReached(IcefloeError):
-    """A limit of a format (see docs/format.md) would be passed."""
+    """A limit of a format (see docs/format.md) or of the machine would be passed."""
 
     exit_code = 8

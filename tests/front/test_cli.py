@@ -414,6 +414,13 @@ def test_configured_store(filled: Line, monkeypatch: pytest.MonkeyPatch) -> None
     assert filled("ls").code == 0
 
 
+def test_paths_that_cannot_be_meant(filled: Line) -> None:
+    """An unset variable, and a folder that holds the store itself."""
+    fails(filled("add", "", "x"), 2, "empty path")
+    fails(filled("export", "one", ""), 2, "empty path")
+    fails(filled("add", filled.folder, "x"), 2, "holds the store")
+
+
 def test_default_store(line: Line) -> None:
     """Where the data of programs belongs; nobody else may look in."""
     assert line.bare("add", line.tree("1", ONE), "one").code == 0

@@ -6,16 +6,19 @@ be there at once.
 
 import os
 import sys
+from contextlib import suppress
 from io import TextIOWrapper
+from typing import TextIO
 
 import click
 
+from icefloe import durable
 from icefloe.cli import output
 from icefloe.cli.content import add, export
 from icefloe.cli.context import Context
 from icefloe.cli.images import diff, ls, rm, show, tag
 from icefloe.cli.upkeep import check, gc
-from icefloe.errors import EXIT_CODES, IcefloeError
+from icefloe.errors import EXIT_CODES, IcefloeError, NoSpace
 
 _EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code}  {what}" for code, what in EXIT_CODES.items())
 
@@ -59,12 +62,20 @@ def main(arguments: list[str] | None = None) -> None:
     except BaseException as error:
         # click answers a closed pipe with exit code 1 and other streams.
         if isinstance(error, BrokenPipeError) or sys.stdout is not out:
-            # Who reads our output has enough of it. Python would complain once more at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+            _drop_output(out)  # who reads it has enough of it
             sys.exit(0)
-        sys.exit(_report(error, "-v" in arguments or "--verbose" in arguments))
+        code = _report(error, "-v" in arguments or "--verbose" in arguments)
+        if isinstance(error, OSError):
+            _drop_output(out)
+        sys.exit(code)
     # Without standalone mode, click returns the code that a command exits with.
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _drop_output(out: TextIO) -> None:
+    """What could not be written is not tried again at exit, where Python would complain."""
+    with suppress(OSError, ValueError):  # it may be no file at all
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def _report(error: BaseException, verbose: bool) -> int:
@@ -76,7 +87,9 @@ def _report(error: BaseException, verbose: bool) -> int:
 
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        _say("interrupted: nothing was changed; run the command again")
+        _say(
+            "interrupted: the store is whole; run it again, or see with `icefloe ls` what was done"
+        )
         return _INTERRUPTED
     if isinstance(error, IcefloeError):
         _say(str(error))
@@ -93,9 +106,13 @@ def _report(error: BaseException, verbose: bool) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"cannot use {error.filename} ({error.strerror}): check its permissions and its disk")
         return 3
+    if isinstance(error, OSError) and error.errno in durable.FULL:  # of the store: NoSpace
+        _say(f"cannot write the output ({error.strerror}): free some space there")
+        return NoSpace.exit_code
     _say(f"unexpected {type(error).__name__} ({error}): run it with -v and report what it prints")
     return 1
 
 
 def _say(message: str) -> None:
-    print("icefloe:", output.printable(" ".join(message.split())), file=sys.stderr)
+    with suppress(OSError):  # the exit code says it too
+        print("icefloe:", output.printable(" ".join(message.split())), file=sys.stderr, flush=True)

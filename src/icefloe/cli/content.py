@@ -10,6 +10,13 @@ from icefloe.cli.context import Context
 from icefloe.errors import UsageError
 
 
+def _place(context: click.Context, parameter: click.Parameter, value: str) -> Path:
+    """An empty path, as an unset variable of a shell gives, is not the current folder."""
+    if not value:
+        raise UsageError("an empty path names nothing", "name a folder, `.` for this one")
+    return Path(value)
+
+
 def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
     labels = {}
     for pair in pairs:
@@ -21,7 +28,7 @@ def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 @click.command()
-@click.argument("path", type=click.Path(readable=False, path_type=Path))
+@click.argument("path", callback=_place)
 @click.argument("name")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="A label to keep with it.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
@@ -36,8 +43,10 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
 
     started = monotonic()
     wanted, kept = parse_name(name), _labels(labels)
-    checkpoint = open_checkpoint(path)
     config = context.config()
+    if config.store.resolve().is_relative_to(path.resolve()):
+        raise UsageError(f"{path} holds the store {config.store}", "name another with --store")
+    checkpoint = open_checkpoint(path)
     options = IngestOptions(config.policy, config.workers)
     with (
         context.open(write=True, create=True) as store,
@@ -82,7 +91,7 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
 
 @click.command()
 @click.argument("name")
-@click.argument("folder", metavar="DIR", type=click.Path(readable=False, path_type=Path))
+@click.argument("folder", metavar="DIR", callback=_place)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
 def export(context: Context, name: str, folder: Path, as_json: bool) -> None:
