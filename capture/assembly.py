@@ -52,14 +52,11 @@ class Assembly:
 
     def add_zero(self, length: int) -> None:
         """The next `length` bytes are zero."""
-        self._add(ZERO, 0, length)
+        self.add(ZERO, 0, length)
 
     def add(self, number: int, offset: int, length: int) -> None:
         """The next `length` bytes stand in the block with this number at `offset`."""
-        self._add(number, offset, length)
-
-    def _add(self, block: int, offset: int, length: int) -> None:
-        self._block.append(block)
+        self._block.append(number)
         self._offset.append(offset)
         self._length.append(length)
 

@@ -48,7 +48,7 @@ class Tree:
         with read_errors(root):
             status = root.stat()
         top = _Entry("", root.resolve(), status)
-        entries = [top, *_walk(top, top.place)]
+        entries = [top, *_walk(top)]
         self._entries = sorted(entries, key=lambda entry: os.fsencode(entry.path))
 
     def files(self) -> Iterator[SourceFile]:
@@ -79,10 +79,10 @@ class Tree:
                 raise SourceChanged(entry.place, "its size or time differs")
 
 
-def _walk(top: _Entry, place: Path) -> Iterator[_Entry]:
-    """All entries below a folder, `place` without links."""
+def _walk(top: _Entry) -> Iterator[_Entry]:
+    """All entries below a folder, whose place is free of links."""
     # Folders to be listed, each with the dumps whose `parent` links led there.
-    ahead: list[tuple[_Entry, tuple[Path, ...]]] = [(top, (place,))]
+    ahead: list[tuple[_Entry, tuple[Path, ...]]] = [(top, (top.place,))]
     while ahead:
         folder, chain = ahead.pop()
         with read_errors(folder.place):

@@ -7,7 +7,7 @@ The count of a block is the number of committed images that mention it; an image
 blocks and its own manifest, each once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,26 +55,22 @@ def apply_changes(
         stays.update(dict.fromkeys(entry.change.packs_added, True))
         stays.update(dict.fromkeys(entry.change.packs_dropped, False))
         gone_at.update(dict.fromkeys(entry.change.images_removed, i))
-    dropped = _known(catalog, [pack for pack, stay in stays.items() if not stay])
+    dropped = catalog.pack_numbers([pack for pack, stay in stays.items() if not stay])
     # What no image mentions counts as dead from now on: never too early for a grace period.
     now = entries[-1].change.time
     for pack in (pack for pack, stay in stays.items() if stay):
         arrival = Change("snapshot", now, packs_added=(pack,))
-        Application(layout, catalog, arrival, leaving_packs=dropped).commit(None, sync=False)
+        Application(layout, catalog, arrival, dropped.values()).commit(None, sync=False)
     lost: list[Lost] = []
     for i, entry in enumerate(entries):
         last = i == len(entries) - 1
-        change = replace(entry.change, packs_added=(), packs_dropped=dropped if last else ())
+        packs_dropped = tuple(dropped) if last else ()
+        change = replace(entry.change, packs_added=(), packs_dropped=packs_dropped)
         application = Application(layout, catalog, change)
         application.commit(entry.end if last else None, sync=last and sync)
         # An image that is removed later may do without.
         lost += [item for item in application.lost if gone_at.get(item.image, -1) <= i]
     return lost
-
-
-def _known(catalog: Catalog, packs: list[PackId]) -> tuple[PackId, ...]:
-    numbers = catalog.database.get_many(tables.PACK_NUMBERS, list(packs))
-    return tuple(p for p, number in zip(packs, numbers, strict=True) if number is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,8 @@ class Application:
     """One change as one batch: computed when made, written by `commit`.
 
     `lost` names the images that the change adds and that are not complete; they are left out.
-    Blocks that lie in `leaving_packs` move to the packs that the change adds, if those have them.
+    Blocks that lie in packs of the numbers `going` move to those that the change adds, where they
+    have them.
     Raises Corrupt when the change would break an invariant.
     """
 
@@ -145,13 +142,13 @@ class Application:
         layout: Layout,
         catalog: Catalog,
         change: Change,
-        leaving_packs: Sequence[PackId] = (),
+        going: Collection[int] = (),
     ) -> None:
         self._layout = layout
         self._catalog = catalog
         self._database = catalog.database
         self._change = change
-        self._leaving_packs = leaving_packs
+        self._going = going
         self.lost: list[Lost] = []
         self._batch = self._compute()
 
@@ -180,13 +177,12 @@ class Application:
     # What comes and goes
 
     def _new_packs(self) -> list[_Pack]:
-        added = self._change.packs_added
-        known = self._database.get_many(tables.PACK_NUMBERS, list(added))
-        new = [pack for pack, value in zip(added, known, strict=True) if value is None]
+        added = dict.fromkeys(self._change.packs_added)
+        known = self._catalog.pack_numbers(list(added))
         value = self._database.get(tables.META, tables.NEXT_PACK)
         first = int.from_bytes(value, "big") if value else 0
         packs: list[_Pack] = []
-        for identity in dict.fromkeys(new):
+        for identity in (pack for pack in added if pack not in known):
             try:
                 index = read_index(self._layout.pack(identity))
             except Corrupt:
@@ -196,14 +192,8 @@ class Application:
 
     def _dropped_packs(self) -> dict[int, NDArray[np.bytes_]]:
         """Number and ids of each pack that goes."""
-        numbers = self._numbers(self._change.packs_dropped)
-        return {number: self._ids_in(number, pack) for number, pack in numbers.items()}
-
-    def _numbers(self, packs: Sequence[PackId]) -> dict[int, PackId]:
-        """Those of the packs that the catalog knows, by their numbers."""
-        values = self._database.get_many(tables.PACK_NUMBERS, list(packs))
-        pairs = zip(packs, values, strict=True)
-        return {int.from_bytes(value, "big"): pack for pack, value in pairs if value is not None}
+        numbers = self._catalog.pack_numbers(self._change.packs_dropped)
+        return {number: self._ids_in(number, pack) for pack, number in numbers.items()}
 
     def _ids_in(self, number: int, identity: PackId) -> NDArray[np.bytes_]:
         try:
@@ -263,8 +253,7 @@ class Application:
 
     def _place(self, rows: _Rows, packs: list[_Pack], gone: dict[int, NDArray[np.bytes_]]) -> None:
         """Points rows into the new packs, unless a pack that stays has the block already."""
-        leaving = [*gone, *self._numbers(self._leaving_packs)]
-        homeless = ~rows.found | np.isin(rows.before["pack"], leaving)
+        homeless = ~rows.found | np.isin(rows.before["pack"], [*gone, *self._going])
         for pack in packs:
             at = rows.at(_sortable(pack.index["id"]))
             take = homeless[at]

@@ -87,6 +87,12 @@ class Catalog:
             identity = self._pack_ids[number] = tables.pack_row(number, value).id
         return identity
 
+    def pack_numbers(self, packs: Sequence[PackId]) -> dict[PackId, int]:
+        """Those of the packs that the catalog knows, each once, with their numbers."""
+        values = self.database.get_many(tables.PACK_NUMBERS, list(packs))
+        pairs = zip(packs, values, strict=True)
+        return {pack: int.from_bytes(value, "big") for pack, value in pairs if value is not None}
+
     def all_blocks(self) -> tuple[NDArray[np.bytes_], NDArray[np.void]]:
         """Every block: ids (S32, sorted) and BLOCK_DTYPE rows. 58 bytes of memory a block."""
         keys, values = bytearray(), bytearray()

@@ -72,11 +72,15 @@ def _view(path: Path) -> TemporaryDirectory[str]:
         place = Path(gettempdir())
     except FileNotFoundError as error:
         raise NotWritable("a temporary folder", str(error.strerror)) from error
+    names = set(os.listdir(path)) - _NOT_IN_VIEW
     with durable.write_errors(place):
         view = TemporaryDirectory(prefix="icefloe-")
-        for name in os.listdir(path):
-            if name not in _NOT_IN_VIEW:
+        try:
+            for name in names:
                 os.symlink(path.absolute() / name, Path(view.name) / name)
+        except BaseException:
+            view.cleanup()
+            raise
     return view
 
 

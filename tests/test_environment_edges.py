@@ -29,8 +29,7 @@ import pytest
 import small_store
 import zstandard
 from endings import Ended, fails
-from small_store import NOISE, Tree
-from test_environment import (
+from hostile import (
     IS_ROOT,
     KEPT,
     MIB,
@@ -41,8 +40,10 @@ from test_environment import (
     mounted,
     small_disk,
     start,
+    unconfigured,
     works,
 )
+from small_store import NOISE, Tree
 
 from icefloe import durable
 from icefloe.catalog import open_store
@@ -88,8 +89,9 @@ def names(store: Path) -> set[str]:
 def run_script(script: str, *arguments: str | Path, seconds: float = 60) -> Ended:
     """Runs a piece of Python that calls the command line."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("ICEFLOE_")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(
+        command, env=unconfigured(), capture_output=True, text=True, timeout=seconds
+    )
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

@@ -419,6 +419,8 @@ def test_paths_that_cannot_be_meant(filled: Line) -> None:
     fails(filled("add", "", "x"), 2, "empty path")
     fails(filled("export", "one", ""), 2, "empty path")
     fails(filled("add", filled.folder, "x"), 2, "holds the store")
+    (filled.folder / "loop").symlink_to("loop")
+    fails(filled("add", filled.folder / "loop", "x"), 3, "loop")
 
 
 def test_default_store(line: Line) -> None:

@@ -64,10 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(error, BrokenPipeError) or sys.stdout is not out:
             _drop_output(out)  # who reads it has enough of it
             sys.exit(0)
-        code = _report(error, "-v" in arguments or "--verbose" in arguments)
-        if isinstance(error, OSError):
-            _drop_output(out)
-        sys.exit(code)
+        sys.exit(_report(error, "-v" in arguments or "--verbose" in arguments))
     # Without standalone mode, click returns the code that a command exits with.
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -107,6 +104,7 @@ def _report(error: BaseException, verbose: bool) -> int:
         _say(f"cannot use {error.filename} ({error.strerror}): check its permissions and its disk")
         return 3
     if isinstance(error, OSError) and error.errno in durable.FULL:  # of the store: NoSpace
+        _drop_output(sys.stdout)
         _say(f"cannot write the output ({error.strerror}): free some space there")
         return NoSpace.exit_code
     _say(f"unexpected {type(error).__name__} ({error}): run it with -v and report what it prints")

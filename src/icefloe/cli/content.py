@@ -1,5 +1,6 @@
 """`add` and `export`: bytes in, bytes out."""
 
+from os.path import realpath
 from pathlib import Path
 from time import monotonic
 
@@ -44,7 +45,8 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
     started = monotonic()
     wanted, kept = parse_name(name), _labels(labels)
     config = context.config()
-    if config.store.resolve().is_relative_to(path.resolve()):
+    # Not Path.resolve(), which fails on a link that leads to itself.
+    if Path(realpath(config.store)).is_relative_to(realpath(path)):
         raise UsageError(f"{path} holds the store {config.store}", "name another with --store")
     checkpoint = open_checkpoint(path)
     options = IngestOptions(config.policy, config.workers)
