@@ -11,19 +11,17 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from icefloe import durable
 from icefloe.capture import allocator
+from icefloe.capture.blocks import BATCH, Blocks, BlockSource, StoreSource, read_extents
 from icefloe.catalog import LocalStore
-from icefloe.errors import CorruptCatalog, ExportExists
+from icefloe.errors import ExportExists
 from icefloe.ids import BlockId
-from icefloe.store.manifest import ZERO, FileKind, ImageFile, Manifest
-from icefloe.store.reader import BlockReader, Location
-
-# Extents that a thread takes at once: enough for long reads, few enough to share the work.
-_SPAN_EXTENTS = 32
+from icefloe.store.manifest import FileKind, ImageFile, Manifest
 
 _MAX_WORKERS = 16
 
@@ -80,7 +78,8 @@ def export_image(
         destination.parent.mkdir(parents=True, exist_ok=True)
         staged.mkdir(mode=0o700)
         try:
-            written = _write_all(store, manifest, staged, workers, progress)
+            source = StoreSource(store, manifest)
+            written = write_files(source, manifest, staged, workers, progress)
             _settle(staged, destination)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
@@ -111,9 +110,17 @@ def _settle(staged: Path, destination: Path) -> None:
     os.utime(destination, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
-def _write_all(
-    store: LocalStore, manifest: Manifest, root: Path, workers: int, progress: Progress
+def write_files(
+    source: BlockSource,
+    manifest: Manifest,
+    root: Path,
+    workers: int = 0,
+    progress: Progress = lambda count: None,
 ) -> int:
+    """Writes every entry of the manifest into an empty folder; returns the bytes written.
+
+    Raises Corrupt or OSError, and leaves what it wrote.
+    """
     _make_entries(manifest.files, root)
     count = min(workers or os.cpu_count() or 1, _MAX_WORKERS)
     spans, lock, failed = _spans(manifest), threading.Lock(), threading.Event()
@@ -121,13 +128,13 @@ def _write_all(
     def work() -> int:
         written = 0
         try:
-            with BlockReader(store.layout) as reader:
+            with closing(source.open()) as blocks:
                 while not failed.is_set():
                     with lock:
                         span = next(spans, None)
                     if span is None:
                         break
-                    written += _write_span(store, manifest, reader, root, span)
+                    written += _write_span(blocks, manifest, root, span)
                     progress(int(manifest.extents["length"][span.first : span.last].sum()))
         except BaseException:
             failed.set()
@@ -169,44 +176,25 @@ def _spans(manifest: Manifest) -> Iterator[_Span]:
     bounds = manifest.bounds.tolist()
     for i, file in enumerate(manifest.files):
         offset = 0
-        for first in range(bounds[i], bounds[i + 1], _SPAN_EXTENTS):
-            last = min(first + _SPAN_EXTENTS, bounds[i + 1])
+        for first in range(bounds[i], bounds[i + 1], BATCH):
+            last = min(first + BATCH, bounds[i + 1])
             yield _Span(file, first, last, offset)
             offset += int(manifest.extents["length"][first:last].sum())
 
 
-def _write_span(
-    store: LocalStore, manifest: Manifest, reader: BlockReader, root: Path, span: _Span
-) -> int:
+def _write_span(blocks: Blocks, manifest: Manifest, root: Path, span: _Span) -> int:
     """Writes the bytes of a span; returns how many."""
-    extents = manifest.extents[span.first : span.last]
-    data = extents[extents["block"] != ZERO]
-    ids = [BlockId(i.tobytes()) for i in manifest.blocks["id"][data["block"]]]
-    lengths = manifest.blocks["length"][data["block"]].tolist()
-    blocks = reader.read(list(_checked(store, store.catalog.locations(ids), lengths)))
     fd = os.open(root / span.file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     written, position = 0, span.offset
     try:
-        for block, offset, length in extents.tolist():
-            if block != ZERO:
-                raw = memoryview(next(blocks))[offset : offset + length]
-                _pwrite(fd, raw, position)
+        for piece, length in read_extents(blocks, manifest.extents[span.first : span.last]):
+            if piece is not None:
+                _pwrite(fd, memoryview(piece), position)
                 written += length
             position += length
     finally:
         os.close(fd)
     return written
-
-
-def _checked(
-    store: LocalStore, locations: list[Location], lengths: list[int]
-) -> Iterator[Location]:
-    """The manifest's lengths bound what an extent reads; the catalog's must be the same."""
-    for location, length in zip(locations, lengths, strict=True):
-        if location.raw != length:
-            reason = f"block {location.id.hex()} has {location.raw} bytes instead of {length}"
-            raise CorruptCatalog(store.layout.catalog, reason)
-        yield location
 
 
 def _pwrite(fd: int, raw: memoryview, position: int) -> None:

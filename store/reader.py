@@ -7,7 +7,7 @@ valid until the next block is asked for.
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,8 +45,10 @@ class Location:
 class BlockReader:
     """Yields the raw bytes of blocks; every one hashes to its id."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, pinned: Mapping[PackId, int] | None = None) -> None:
+        """`pinned` are packs that somebody else keeps open, and their descriptors."""
         self._layout = layout
+        self._pinned = pinned or {}
         self._decoder = Decoder()
         self._buffer = memoryview(mmap.mmap(-1, _READ_BYTES))
         self._open: OrderedDict[PackId, int] = OrderedDict()
@@ -72,16 +74,17 @@ class BlockReader:
 
         A buffer is valid until the next one is asked for.
         """
-        for where, payload in self._payloads(locations):
-            yield self._verified(where, payload)
+        for where, payload in self.payloads(locations):
+            yield self.verified(where, payload)
 
     def read_stored(self, locations: Sequence[Location]) -> Iterator[memoryview]:
         """Like `read`, but yields the payloads as they are stored. They are verified too."""
-        for where, payload in self._payloads(locations):
-            self._verified(where, payload)
+        for where, payload in self.payloads(locations):
+            self.verified(where, payload)
             yield payload
 
-    def _payloads(self, locations: Sequence[Location]) -> Iterator[tuple[Location, memoryview]]:
+    def payloads(self, locations: Sequence[Location]) -> Iterator[tuple[Location, memoryview]]:
+        """What is stored at each location, not looked at. Raises CorruptPack or MissingPack."""
         for group in _neighbours(locations):
             stored = self._read_span(group[0].pack, group[0].offset, group[-1].end)
             for where in group:
@@ -106,6 +109,8 @@ class BlockReader:
         return into[:done]
 
     def _descriptor(self, pack: PackId) -> int:
+        if (pinned := self._pinned.get(pack)) is not None:
+            return pinned
         fd = self._open.pop(pack, None)
         if fd is None:
             fd = open_pack(self.path(pack))
@@ -118,7 +123,8 @@ class BlockReader:
         """The pack's file."""
         return self._layout.pack(pack)
 
-    def _verified(self, where: Location, stored: memoryview) -> Buffer:
+    def verified(self, where: Location, stored: memoryview) -> Buffer:
+        """The raw bytes of a payload. Raises CorruptBlock."""
         try:
             raw = self._decoder.decode(where.codec, stored, where.raw)
         except Undecodable as error:

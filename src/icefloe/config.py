@@ -5,6 +5,9 @@
     policy = "balanced"     # fast, balanced, small
     workers = 0             # threads; 0: one a core
 
+    [capture]
+    criu = "criu"           # the CRIU to run, a name or a path
+
     [gc]
     grace = "0s"            # how long a block outlives its last image
 
@@ -25,7 +28,7 @@ from icefloe.store.codecs import PolicyName
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 
-_KEYS = {"store": ("path", "policy", "workers"), "gc": ("grace",)}
+_KEYS = {"store": ("path", "policy", "workers"), "capture": ("criu",), "gc": ("grace",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Config:
     store: Path
     policy: PolicyName
     workers: int
+    criu: str
     grace_seconds: float
 
 
@@ -63,6 +67,7 @@ def load(file: Path | None, store: Path | None, environment: Mapping[str, str]) 
         store=Path(path) if path else _default_store(environment),
         policy=_policy(values.get("store.policy", "balanced")),
         workers=_workers(values.get("store.workers", 0)),
+        criu=_text("capture.criu", values) or "criu",
         grace_seconds=parse_duration(str(values.get("gc.grace", "0s"))),
     )
 

@@ -167,6 +167,34 @@ class UnknownFormat(Corrupt):
         self.known = known
 
 
+class BadImage(Corrupt):
+    """A file of a checkpoint that CRIU's formats don't explain."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(
+            f"{path} of the checkpoint can't be used ({reason})",
+            "`icefloe export` gives back its files as they were stored; see whether CRIU itself "
+            "restores them",
+        )
+        self.path = path
+        self.reason = reason
+
+
+class CriuFailed(IcefloeError):
+    """CRIU is missing, too old, not permitted to work, or gave up. What it began is undone."""
+
+    exit_code = 9
+
+
+class RestoreAborted(IcefloeError):
+    """A restore that failed when its process may have run already: the process was killed."""
+
+    def __init__(self, cause: IcefloeError) -> None:
+        super().__init__(f"{cause.happened}; what had been restored was killed", cause.advice)
+        self.exit_code = cause.exit_code
+        self.cause = cause
+
+
 class ExportExists(IcefloeError, FileExistsError):
     """The place to export to is taken."""
 

@@ -1,0 +1,131 @@
+"""Where the blocks of an image come from: one small interface, and the local store behind it.
+
+Doors ask for blocks by their number in the manifest, in the order in which they want them, and
+don't know whether they lie on this disk or come over a network.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from icefloe.catalog import LocalStore
+from icefloe.durable import Buffer
+from icefloe.errors import CorruptCatalog
+from icefloe.ids import BlockId, PackId
+from icefloe.store.manifest import ZERO, Extents, Manifest
+from icefloe.store.pack import open_pack
+from icefloe.store.reader import BlockReader, Location
+
+# Extents that are read at once: enough for long reads.
+BATCH = 32
+
+# Zeros are handed out in pieces of at most this many bytes.
+_ZEROS = memoryview(bytes(1 << 20))
+
+Load = Callable[[], Buffer]
+"""Decodes and verifies one block; its bytes are valid until the next one is loaded. Raises
+Corrupt. Not calling it saves the work."""
+
+
+class Blocks(Protocol):
+    """One thread's way to the blocks."""
+
+    def fetch(self, numbers: Sequence[int]) -> Iterator[tuple[int, Load]]:
+        """The blocks with these numbers, in this order. Raises Corrupt."""
+
+    def close(self) -> None:
+        """Gives back what was opened."""
+
+
+class BlockSource(Protocol):
+    """The blocks of one image."""
+
+    def open(self) -> Blocks:
+        """For the calling thread alone."""
+
+
+class StoreSource:
+    """The blocks of an image in the local store."""
+
+    def __init__(self, store: LocalStore, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._pinned: list[Location] | None = None
+        self._descriptors: dict[PackId, int] = {}
+
+    def open(self) -> "StoreBlocks":
+        """See BlockSource."""
+        return StoreBlocks(self, BlockReader(self._store.layout, self._descriptors))
+
+    def pin(self) -> None:
+        """From here on the store may be closed, and what is read may even be removed from it.
+
+        Keeps every pack of the image open. Raises Corrupt.
+        """
+        located = self.locate(range(len(self._manifest.blocks)))
+        for pack in {location.pack for location in located}:
+            self._descriptors[pack] = open_pack(self._store.layout.pack(pack))
+        self._pinned = located
+
+    def close(self) -> None:
+        """Closes what `pin` opened."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def locate(self, numbers: Sequence[int]) -> list[Location]:
+        """Where these blocks lie. Raises CorruptCatalog."""
+        if self._pinned is not None:
+            return [self._pinned[number] for number in numbers]
+        rows = self._manifest.blocks[np.asarray(numbers, np.int64)]
+        joined = rows["id"].tobytes()
+        ids = [BlockId(joined[i : i + 32]) for i in range(0, len(joined), 32)]
+        located = self._store.catalog.locations(ids)
+        # The manifest's lengths bound what an extent reads; the catalog's must be the same.
+        for location, length in zip(located, rows["length"].tolist(), strict=True):
+            if location.raw != length:
+                reason = f"block {location.id.hex()} has {location.raw} bytes instead of {length}"
+                raise CorruptCatalog(self._store.layout.catalog, reason)
+        return located
+
+
+class StoreBlocks:
+    """See Blocks."""
+
+    def __init__(self, source: StoreSource, reader: BlockReader) -> None:
+        self._source = source
+        self._reader = reader
+
+    def fetch(self, numbers: Sequence[int]) -> Iterator[tuple[int, Load]]:
+        """See Blocks."""
+        payloads = self._reader.payloads(self._source.locate(numbers))
+        for number, (where, payload) in zip(numbers, payloads, strict=True):
+            yield number, partial(self._reader.verified, where, payload)
+
+    def close(self) -> None:
+        """See Blocks."""
+        self._reader.close()
+
+
+def read_extents(blocks: Blocks, extents: Extents) -> Iterator[tuple[Buffer | None, int]]:
+    """The bytes that extents stand for, one after the other: (bytes, length), None for zeros."""
+    for first in range(0, len(extents), BATCH):
+        part = extents[first : first + BATCH]
+        loads = blocks.fetch(part["block"][part["block"] != ZERO].tolist())
+        for block, offset, length in part.tolist():
+            if block == ZERO:
+                yield None, length
+            else:
+                yield memoryview(next(loads)[1]())[offset : offset + length], length
+
+
+def with_zeros(pieces: Iterator[tuple[Buffer | None, int]]) -> Iterator[Buffer]:
+    """What `read_extents` yields, with the zeros written out."""
+    for piece, length in pieces:
+        if piece is not None:
+            yield piece
+            continue
+        for start in range(0, length, len(_ZEROS)):
+            yield _ZEROS[: length - start]

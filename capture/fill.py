@@ -1,0 +1,484 @@
+"""Puts the memory of a checkpoint into the address spaces of a restored process tree.
+
+A *unit* is what is put in at once: a block with every segment that stands in it, or one segment
+that is zero. Worker threads take units in a given order; a page fault takes its unit first. Each
+unit is claimed by one thread, decoded once, and copied to every space that lacks it.
+
+Between looking up where memory is now and the system call that fills it, nothing may move: a
+thread does both under the lock of its own lane, and who applies an event holds all lanes.
+"""
+
+import errno
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from icefloe.capture import uffd
+from icefloe.capture.blocks import BATCH, Blocks, BlockSource, Load
+from icefloe.capture.images import PAGE, Columns
+from icefloe.capture.spaces import Space
+from icefloe.errors import LimitReached
+from icefloe.store.manifest import ZERO
+
+# One system call zeroes at most this: events wait for it, and so do faults.
+_ZERO_PIECE = 16 << 20
+
+# A fault on memory that the checkpoint doesn't name gets this many zero pages at once. They all
+# map the kernel's one zero page, so they cost nothing but page table entries.
+_ZERO_AROUND = 64 * PAGE
+
+# How long to wait until CRIU has registered memory, and until an event has been read.
+_UNREGISTERED_SECONDS = 0.002
+_CHANGING_SECONDS = 0.0002
+
+_NOBODY = (errno.ESRCH, errno.ENOSPC)  # the process is gone; ENOSPC before Linux 4.18
+
+_ROW_DTYPE = np.dtype(
+    [
+        ("vaddr", "<u8"),
+        ("length", "<u8"),
+        ("offset", "<u4"),
+        ("task", "<u4"),
+        ("number", "<u4"),
+        ("block", "<u4"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A thread of the restored process waits for this page. `seen` is a monotonic time."""
+
+    space: Space
+    address: int
+    seen: float
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """What belongs to one thread: its lock, its way to the blocks, its counts."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    filled_bytes: int = 0
+    faults: int = 0
+    stalled_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """The first fault on a unit: which process, which address of the checkpoint, when."""
+
+    task: int
+    origin: int
+    seconds: float
+
+
+class Plan:
+    """All lazy memory of a process tree, by unit and by address.
+
+    `tasks` are pids in the order of the tree, `segments` (memory.SEGMENT_DTYPE) theirs by pid.
+    """
+
+    def __init__(self, tasks: Sequence[int], segments: Mapping[int, Columns], blocks: int) -> None:
+        self.tasks = tuple(tasks)
+        self.blocks = blocks
+        parts = [_rows(task, segments[pid]) for task, pid in enumerate(tasks) if pid in segments]
+        rows = np.concatenate([np.zeros(0, _ROW_DTYPE), *parts])
+        counts = np.bincount(rows["task"], minlength=len(tasks)) if len(rows) else [0] * len(tasks)
+        self.bounds: list[int] = np.cumsum([0, *counts]).tolist()
+        rows["number"] = np.arange(len(rows))
+        zero = rows["block"] == ZERO
+        units = rows["block"].astype(np.int64)
+        units[zero] = blocks + np.flatnonzero(zero)
+        self._by_address = rows
+        self._unit_of = units
+        by_unit = np.argsort(units, kind="stable")
+        self._by_unit = rows[by_unit]
+        self._sorted_units = units[by_unit]
+        self.bytes = int(rows["length"].sum())
+
+    @property
+    def units(self) -> int:
+        """Unit numbers are below this."""
+        return self.blocks + len(self._by_address)
+
+    def extent(self, task: int) -> tuple[int, int]:
+        """The lowest and the highest address that a task's lazy memory has."""
+        rows = self._by_address[self.bounds[task] : self.bounds[task + 1]]
+        if not len(rows):
+            return 0, 0
+        return int(rows["vaddr"][0]), int(rows["vaddr"][-1] + rows["length"][-1])
+
+    def order(self, first: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Every unit once: those in `first`, then the others by address."""
+        wanted = self._unit_of if first is None else np.concatenate([first, self._unit_of])
+        units, index = np.unique(wanted, return_index=True)
+        ordered: NDArray[np.int64] = units[np.argsort(index)]
+        return ordered
+
+    def rows(self, unit: int) -> list[tuple[int, int, int, int, int, int]]:
+        """The segments of a unit: vaddr, length, offset in the block, task, number, block."""
+        first, last = np.searchsorted(self._sorted_units, (unit, unit + 1)).tolist()
+        found: list[tuple[int, int, int, int, int, int]] = self._by_unit[first:last].tolist()
+        return found
+
+    def row(self, number: int) -> list[tuple[int, int, int, int, int, int]]:
+        """One segment alone."""
+        found: list[tuple[int, int, int, int, int, int]]
+        found = self._by_address[number : number + 1].tolist()
+        return found
+
+    def find(self, task: int, address: int) -> tuple[int | None, int, int]:
+        """The number of the segment at an address; else None and the gap around the address."""
+        first, last = self.bounds[task], self.bounds[task + 1]
+        starts = self._by_address["vaddr"][first:last]
+        i = int(np.searchsorted(starts, np.uint64(address), side="right")) - 1
+        low, high = 0, 1 << 63
+        if i >= 0:
+            low = int(starts[i]) + int(self._by_address["length"][first + i])
+            if address < low:
+                return first + i, 0, 0
+        if i + 1 < last - first:
+            high = int(starts[i + 1])
+        return None, low, high
+
+    def find_units(
+        self, tasks: NDArray[np.int64], addresses: NDArray[np.uint64]
+    ) -> NDArray[np.int64]:
+        """The units at these addresses, in order; addresses without any are left out."""
+        found = []
+        for task, address in zip(tasks.tolist(), addresses.tolist(), strict=True):
+            number = self.find(task, address)[0] if 0 <= task < len(self.tasks) else None
+            if number is not None:
+                found.append(self._unit_of[number])
+        return np.array(found, np.int64)
+
+    def unit(self, number: int) -> int:
+        """The unit that a segment belongs to."""
+        return int(self._unit_of[number])
+
+
+def _rows(task: int, segments: Columns) -> NDArray[np.void]:
+    """A task's segments, long zero ones cut into pieces."""
+    zero = segments["block"] == ZERO
+    length = segments["length"].astype(np.int64)
+    counts = np.where(zero, -(-length // _ZERO_PIECE), 1)
+    which = np.repeat(np.arange(len(segments)), counts)
+    piece = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = np.zeros(len(which), _ROW_DTYPE)
+    skipped = piece * _ZERO_PIECE
+    rows["vaddr"] = segments["vaddr"][which] + skipped.astype(np.uint64)
+    rest = length[which] - skipped
+    rows["length"] = np.where(zero[which], np.minimum(rest, _ZERO_PIECE), rest)
+    for name in ("offset", "block"):
+        rows[name] = segments[name][which]
+    rows["task"] = task
+    return rows
+
+
+class Fill:
+    """Runs the threads that fill. Events come in through `apply`, faults through `faulted`."""
+
+    def __init__(
+        self, plan: Plan, source: BlockSource, order: NDArray[np.int64] | None, workers: int
+    ) -> None:
+        """`order` is that in which units are filled; None fills only what is touched."""
+        self._plan = plan
+        self._source = source
+        self._order = order
+        self._next = 0
+        self._spaces: list[tuple[Space, ...]] = [() for _ in plan.tasks]
+        self._claimed = bytearray(plan.units)
+        self._claiming = threading.Lock()
+        self._left = 0 if order is None else len(order)
+        self._faults: queue.SimpleQueue[Fault | None] = queue.SimpleQueue()
+        bulk = 0 if order is None else workers
+        # Where nothing is filled ahead, faults are all there is to do.
+        servers = 1 if bulk else workers
+        self._lanes = [Lane() for _ in range(bulk + servers)]
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(self._serve_faults, lane), name="faults")
+            for lane in self._lanes[bulk:]
+        ] + [
+            threading.Thread(target=self._guarded, args=(self._work, lane), name="fill")
+            for lane in self._lanes[:bulk]
+        ]
+        self._stopping = threading.Event()
+        self.registered = threading.Event()
+        self.filled = threading.Event()
+        self.filled_at = 0.0
+        self.failure: BaseException | None = None
+        self.touches: list[Touch] = []
+        self.started_at = 0.0
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes put in so far."""
+        return sum(lane.filled_bytes for lane in self._lanes)
+
+    @property
+    def faults(self) -> int:
+        """Faults answered so far."""
+        return sum(lane.faults for lane in self._lanes)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long threads of the process waited for pages, all added up."""
+        return sum(lane.stalled_seconds for lane in self._lanes)
+
+    def spaces(self) -> list[Space]:
+        """All spaces that are not known to be gone."""
+        return [space for spaces in self._spaces for space in spaces if space.alive]
+
+    def add_space(self, task: int, fd: int) -> Space:
+        """The memory of a task, behind its descriptor. Before `start`."""
+        count = self._plan.bounds[task + 1] - self._plan.bounds[task]
+        space = Space(fd, task, bytearray(count), self._plan.extent(task))
+        self._spaces[task] += (space,)
+        return space
+
+    def start(self) -> None:
+        """Starts the threads; CRIU may still be at work."""
+        self.started_at = time.monotonic()
+        if not self._left and self._order is not None:
+            self._finish()
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ends the threads, whether all is filled or not."""
+        self._stopping.set()
+        for _ in self._threads:
+            self._faults.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def read_events(self, space: Space, take: Callable[[uffd.Message], None]) -> None:
+        """Reads the space's events and hands them to `take` while nothing else is going on."""
+        with self._alone():
+            for message in uffd.messages(space.fd):
+                take(message)
+
+    def fork(self, parent: Space, fd: int) -> Space:
+        """A child of a space. Only from within `read_events`."""
+        child = parent.child(fd)
+        self._spaces[parent.task] += (child,)
+        return child
+
+    def forget_dead(self) -> list[Space]:
+        """Takes out spaces whose process is gone; the caller closes their descriptors."""
+        with self._alone():
+            dead = [s for spaces in self._spaces for s in spaces if not s.alive]
+            for space in dead:
+                self._spaces[space.task] = tuple(
+                    s for s in self._spaces[space.task] if s is not space
+                )
+        return dead
+
+    def faulted(self, fault: Fault) -> None:
+        """Somebody waits for a page."""
+        self._faults.put(fault)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No thread is filling meanwhile."""
+        taken = []
+        try:
+            for lane in self._lanes:
+                lane.lock.acquire()
+                taken.append(lane)
+            yield
+        finally:
+            for lane in taken:
+                lane.lock.release()
+
+    def _guarded(self, work: Callable[[Lane], None], lane: Lane) -> None:
+        try:
+            work(lane)
+        except BaseException as error:
+            self.failure = self.failure or error
+            self._stopping.set()
+
+    def _serve_faults(self, lane: Lane) -> None:
+        with closing(self._source.open()) as blocks:
+            while (fault := self._faults.get()) is not None:
+                self._serve(lane, blocks, fault)
+
+    def _work(self, lane: Lane) -> None:
+        with closing(self._source.open()) as ahead, closing(self._source.open()) as urgent:
+            while units := self._take():
+                loads = ahead.fetch([unit for unit in units if unit < self._plan.blocks])
+                for unit in units:
+                    load = next(loads)[1] if unit < self._plan.blocks else None
+                    while not self._faults.empty():
+                        self._serve_next(lane, urgent)
+                    if self._stopping.is_set():
+                        return
+                    if self._claim(unit):
+                        self._put_unit(lane, self._plan.rows(unit), load)
+                        self._finished()
+
+    def _take(self) -> list[int]:
+        """The next units that nobody has claimed."""
+        assert self._order is not None
+        with self._claiming:
+            while self._next < len(self._order):
+                units = self._order[self._next : self._next + BATCH].tolist()
+                self._next += BATCH
+                if units := [unit for unit in units if not self._claimed[unit]]:
+                    return units
+        return []
+
+    def _claim(self, unit: int) -> bool:
+        with self._claiming:
+            if self._claimed[unit]:
+                return False
+            self._claimed[unit] = 1
+            return True
+
+    def _finished(self) -> None:
+        with self._claiming:
+            self._left -= 1
+            if not self._left:
+                self._finish()
+
+    def _finish(self) -> None:
+        self.filled_at = time.monotonic()
+        self.filled.set()
+
+    def _serve_next(self, lane: Lane, blocks: Blocks) -> None:
+        try:
+            fault = self._faults.get_nowait()
+        except queue.Empty:
+            return
+        if fault is None:
+            self._faults.put(None)  # meant for a thread that does nothing else
+            return
+        self._serve(lane, blocks, fault)
+
+    def _serve(self, lane: Lane, blocks: Blocks, fault: Fault) -> None:
+        """Puts in the page that a thread waits for, and then the rest of its unit."""
+        space = fault.space
+        with lane.lock:
+            origin = space.origin(fault.address)
+        number, low, high = (None, 0, 0)
+        if origin is not None:
+            number, low, high = self._plan.find(space.task, origin)
+        lane.faults += 1
+        if number is None or origin is None:
+            self._put_zeros_around(lane, space, fault.address, low, high)
+        elif space.done[number - self._plan.bounds[space.task]]:
+            uffd.wake(space.fd, fault.address, PAGE)
+        else:
+            self._put_touched(lane, blocks, space, number, origin)
+        lane.stalled_seconds += time.monotonic() - fault.seen
+
+    def _put_touched(
+        self, lane: Lane, blocks: Blocks, space: Space, number: int, origin: int
+    ) -> None:
+        """Who has claimed the unit already is about to put it in, which wakes the thread."""
+        plan, unit = self._plan, self._plan.unit(number)
+        ahead = self._order is not None
+        claim = unit if ahead else plan.blocks + number
+        if not self._claim(claim):
+            return
+        self.touches.append(Touch(space.task, origin, time.monotonic() - self.started_at))
+        load = next(blocks.fetch([unit]))[1] if unit < plan.blocks else None
+        rows = plan.rows(unit) if ahead else plan.row(number)
+        self._put_unit(lane, rows, load, (space, origin))
+        if ahead:
+            self._finished()
+
+    def _put_unit(
+        self,
+        lane: Lane,
+        rows: Sequence[tuple[int, int, int, int, int, int]],
+        load: Load | None,
+        first: tuple[Space, int] | None = None,
+    ) -> None:
+        """Copies a unit to every space that lacks it, to the page of `first` before the others."""
+        raw = None if load is None else np.frombuffer(load(), np.uint8)
+        start = 0 if raw is None else int(raw.__array_interface__["data"][0])
+        if first is not None:
+            space, origin = first
+            for vaddr, length, offset, task, _, _ in rows:
+                if task == space.task and vaddr <= origin < vaddr + length and raw is not None:
+                    self._put(lane, space, origin, origin + PAGE, start + offset + origin - vaddr)
+        for vaddr, length, offset, task, number, _ in rows:
+            index = number - self._plan.bounds[task]
+            source = start + offset if raw is not None else 0
+            # A space that was forked meanwhile shows up when the others are done.
+            while lacking := [s for s in self._spaces[task] if s.alive and not s.done[index]]:
+                for space in lacking:
+                    self._put(lane, space, vaddr, vaddr + length, source)
+                    space.done[index] = 1
+            lane.filled_bytes += length
+
+    def _put_zeros_around(
+        self, lane: Lane, space: Space, address: int, low: int, high: int
+    ) -> None:
+        """Memory that the checkpoint doesn't name is zero; more of it will be touched soon."""
+        with lane.lock:
+            _, code = uffd.zero(space.fd, address, PAGE)
+            if code == errno.EEXIST:
+                uffd.wake(space.fd, address, PAGE)
+            if code == 0 and space.ranges is None:  # nothing can have moved into the gap
+                start = max(address - address % _ZERO_AROUND, low)
+                end = min(start + _ZERO_AROUND, high)
+                for first, last in ((start, address), (address + PAGE, end)):
+                    if first < last:
+                        uffd.zero(space.fd, first, last - first)
+        if code == errno.EAGAIN:
+            time.sleep(_CHANGING_SECONDS)
+            lane.faults -= 1
+            self._faults.put(Fault(space, address, time.monotonic()))
+        elif code in _NOBODY:
+            space.alive = False
+
+    def _put(self, lane: Lane, space: Space, origin: int, end: int, source: int) -> None:
+        """Fills [origin, end) from our memory at `source` (0: with zeros), as far as it's there."""
+        limit = end - origin
+        while origin < end and space.alive and not self._stopping.is_set():
+            # Asked before: what was missing at the call may be there a moment later.
+            registered = self.registered.is_set()
+            with lane.lock:
+                found = space.where(origin, end)
+                if found is None:
+                    return
+                first, address, length = found
+                length = min(length, limit)
+                if source:
+                    done, code = uffd.copy(space.fd, address, source + first - origin, length)
+                else:
+                    done, code = uffd.zero(space.fd, address, length)
+            moved = first - origin + done
+            if code == errno.EEXIST:
+                moved += PAGE  # that page is there already
+            elif code == errno.ENOENT and not registered:
+                # CRIU hasn't put the memory in its place yet.
+                self.registered.wait(_UNREGISTERED_SECONDS)
+            elif code == errno.ENOENT and length > PAGE:
+                limit = max(PAGE, length // 2 // PAGE * PAGE)  # two areas, or partly unmapped
+            elif code == errno.ENOENT:
+                moved += PAGE  # unmapped; the event is on its way
+            elif code == errno.EAGAIN and not done:
+                time.sleep(_CHANGING_SECONDS)  # an event waits to be read
+            elif code in _NOBODY:
+                space.alive = False
+            elif code not in (0, errno.EAGAIN):
+                raise LimitReached(
+                    f"the restored process can't get its memory ({os.strerror(code)})",
+                    "give it more memory (see its cgroup), or restore it on a larger machine",
+                )
+            else:
+                limit = max(limit, end - origin)
+            origin += moved
+            source += moved if source else 0

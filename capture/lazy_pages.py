@@ -1,0 +1,168 @@
+"""The lazy door: takes the place of `criu lazy-pages` on the socket that CRIU connects to.
+
+`criu restore --lazy-pages` connects once to lazy-pages.socket in its working directory and sends,
+for each process of the tree, its pid (negative: a zombie) and then a userfaultfd; at the end of
+the restore the word "RSTF" (criu/uffd.c). From the first descriptor on, memory is filled.
+"""
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from icefloe.capture import uffd
+from icefloe.capture.fill import Fault, Fill, Plan
+from icefloe.capture.guard import Guard
+from icefloe.capture.images import PAGE
+from icefloe.capture.spaces import Space
+from icefloe.errors import CriuFailed
+
+SOCKET = "lazy-pages.socket"
+
+_PID = struct.Struct("<i")
+_FINISHED = struct.pack("<I", 0x52535446)
+
+# How often to look whether CRIU, a thread or the last process has ended.
+_LOOK_SECONDS = 0.1
+
+
+class LazyDoor:
+    """Serves one restore."""
+
+    def __init__(self, folder: Path, plan: Plan, fill: Fill, guard: Guard) -> None:
+        """Listens in `folder`, which CRIU gets as its working directory."""
+        self._plan = plan
+        self._fill = fill
+        self._guard = guard
+        self._held: dict[int, int] = {}
+        self._poll = select.poll()
+        self._watched: dict[int, Space] = {}
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._connection: socket.socket | None = None
+        self.resumed_at: float | None = None
+        # The path of a socket is short; that of the folder needn't be.
+        fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._listener.bind(f"/proc/self/fd/{fd}/{SOCKET}")
+        finally:
+            os.close(fd)
+        self._listener.listen(1)
+
+    def close(self) -> None:
+        """Ends the threads and lets go of the memory. What isn't filled by now is lost."""
+        self._fill.stop()
+        for fd in self._watched:
+            os.close(fd)
+            self._guard.release(self._held.pop(fd))
+        self._watched.clear()
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    def connect(self, criu_ended: Callable[[], bool]) -> None:
+        """Waits for CRIU and takes the memory of every process. Raises CriuFailed.
+
+        `criu_ended` tells whether CRIU has given up.
+        """
+        self._listener.settimeout(_LOOK_SECONDS)
+        while self._connection is None:
+            try:
+                self._connection = self._listener.accept()[0]
+            except TimeoutError:
+                if criu_ended():
+                    raise CriuFailed(
+                        "CRIU ended before it asked for memory", "see its log"
+                    ) from None
+        self._connection.settimeout(None)
+        for _ in self._plan.tasks:
+            self._take_process(self._connection)
+        self._poll.register(self._connection.fileno(), select.POLLIN)
+        self._fill.start()
+
+    def _take_process(self, connection: socket.socket) -> None:
+        (pid,) = _PID.unpack(_receive(connection, _PID.size))
+        if pid < 0:
+            return
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        if not fds or pid not in self._plan.tasks:
+            raise CriuFailed(f"CRIU sent no memory of process {pid}", "see its log")
+        os.set_inheritable(fds[0], False)
+        self._watch(self._fill.add_space(self._plan.tasks.index(pid), fds[0]))
+
+    def _watch(self, space: Space) -> None:
+        self._watched[space.fd] = space
+        self._held[space.fd] = self._guard.hold(space.fd)
+        self._poll.register(space.fd, select.POLLIN)
+
+    def serve(self, done: Callable[[], bool]) -> None:
+        """Answers the processes until `done`. Raises what the filling threads met.
+
+        `done` is asked a few times a second, and after every event.
+        """
+        while not done():
+            self.serve_once()
+
+    def serve_once(self) -> None:
+        """Waits a moment for events and handles them."""
+        for fd, _ in self._poll.poll(_LOOK_SECONDS * 1000):
+            if self._connection is not None and fd == self._connection.fileno():
+                self._hear(self._connection)
+            elif (space := self._watched.get(fd)) is not None:
+                self._handle(space)
+        if self._fill.failure is not None:
+            raise self._fill.failure
+        for space in self._fill.forget_dead():
+            self._let_go(space)
+
+    def look_for_dead(self) -> None:
+        """Finds out which processes have ended without a word."""
+        for space in self._fill.spaces():
+            if not uffd.is_alive(space.fd):
+                space.alive = False
+
+    def _let_go(self, space: Space) -> None:
+        self._poll.unregister(space.fd)
+        del self._watched[space.fd]
+        os.close(space.fd)
+        self._guard.release(self._held.pop(space.fd))
+
+    def _hear(self, connection: socket.socket) -> None:
+        """The end of the restore, or of CRIU."""
+        word = connection.recv(len(_FINISHED), socket.MSG_WAITALL)
+        if word == _FINISHED:
+            self.resumed_at = time.monotonic()
+            self._fill.registered.set()
+        self._poll.unregister(connection.fileno())
+        if word != _FINISHED:
+            raise CriuFailed("CRIU gave up while it restored", "see its log")
+
+    def _handle(self, space: Space) -> None:
+        seen = time.monotonic()
+
+        def take(message: uffd.Message) -> None:
+            if message.event == uffd.PAGEFAULT:
+                self._fill.faulted(Fault(space, message.b & -PAGE, seen))
+            elif message.event == uffd.FORK:
+                os.set_inheritable(message.a, False)
+                self._watch(self._fill.fork(space, message.a))
+            elif message.event == uffd.REMAP:
+                space.move(message.a, message.b, message.c)
+            else:
+                space.discard(message.a, message.b)
+                if message.event == uffd.REMOVE:
+                    removed.append((message.a, message.b - message.a))
+
+        removed: list[tuple[int, int]] = []
+        self._fill.read_events(space, take)
+        for start, length in removed:
+            uffd.unregister(space.fd, start, length)
+
+
+def _receive(connection: socket.socket, length: int) -> bytes:
+    content = connection.recv(length, socket.MSG_WAITALL)
+    if len(content) < length:
+        raise CriuFailed("CRIU gave up while it restored", "see its log")
+    return content

@@ -1,0 +1,75 @@
+"""`restore`: processes come back to life."""
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from icefloe.cli import output
+from icefloe.cli.context import Context
+
+if TYPE_CHECKING:
+    from icefloe.capture.restore import RestoreResult
+
+
+@click.command()
+@click.argument("name")
+@click.argument("criu_arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- CRIU ARGS]")
+@click.option("--eager", "door", flag_value="eager", help="Same as --door eager.")
+@click.option("--stream", "door", flag_value="stream", help="Same as --door stream.")
+@click.option("--door", type=click.Choice(["lazy", "eager", "stream"]), help="The way into CRIU.")
+@click.option("--no-fill", is_flag=True, help="Bring in only the memory that is touched.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+@click.pass_obj
+def restore(
+    context: Context,
+    name: str,
+    criu_arguments: tuple[str, ...],
+    door: Any,
+    no_fill: bool,
+    as_json: bool,
+) -> None:
+    """Restore a process tree from an image.
+
+    The processes run as soon as CRIU has put them together; their memory arrives while they do.
+    The command ends when it is complete, and they go on without it.
+    """
+    started = monotonic()
+    from icefloe.capture.guard import stand_guard
+    from icefloe.ids import parse_reference
+
+    reference = parse_reference(name)
+    config = context.config()
+    guard = stand_guard()
+    from icefloe.capture.restore import RestoreOptions, restore_image
+
+    options = RestoreOptions(
+        door=door or "lazy",
+        criu=config.criu,
+        arguments=criu_arguments,
+        fill=not no_fill,
+        workers=config.workers,
+    )
+    with context.open() as store:
+        image = store.catalog.resolve(reference)
+        result = restore_image(store, image, options, guard, started)
+    if as_json:
+        output.print_json(_json(result))
+        return
+    output.facts([("process", str(result.pid))])
+
+
+def _json(result: "RestoreResult") -> dict[str, Any]:
+    return {
+        "pid": result.pid,
+        "door": result.door,
+        "seconds_to_resume": round(result.seconds_to_resume, 4),
+        "criu_seconds": round(result.criu_seconds, 4),
+        "cuda_seconds": 0.0,
+        "filled_seconds": result.filled_seconds and round(result.filled_seconds, 4),
+        "wire_bytes": 0,
+        "faults": result.faults,
+        "stalled_seconds": round(result.stalled_seconds, 4),
+        "memory_bytes": result.memory_bytes,
+        "ended": result.ended,
+    }
