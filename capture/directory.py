@@ -36,6 +36,12 @@ class CriuFiles:
     made: Mapping[str, bytes]
     lazy: Mapping[int, Columns]
 
+    @property
+    def total_bytes(self) -> int:
+        """How much `write` writes at most."""
+        whole = sum(int(extents["length"].sum()) for extents in self.extents.values())
+        return whole + sum(map(len, self.made.values()))
+
     def has(self, name: str) -> bool:
         """Whether CRIU would find this file."""
         return name in self.extents or name in self.made

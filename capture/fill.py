@@ -54,11 +54,10 @@ _ROW_DTYPE = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A thread of the restored process waits for this page. `seen` is a monotonic time."""
+    """A thread of the restored process waits for this page."""
 
     space: Space
     address: int
-    seen: float
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +67,6 @@ class Lane:
     lock: threading.Lock = field(default_factory=threading.Lock)
     filled_bytes: int = 0
     faults: int = 0
-    stalled_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +96,9 @@ class Plan:
         units = rows["block"].astype(np.int64)
         units[zero] = blocks + np.flatnonzero(zero)
         self._by_address = rows
+        # Searching in a column of a table would copy the column every time.
+        self._starts = np.ascontiguousarray(rows["vaddr"])
+        self._ends = self._starts + rows["length"]
         self._unit_of = units
         by_unit = np.argsort(units, kind="stable")
         self._by_unit = rows[by_unit]
@@ -111,10 +112,8 @@ class Plan:
 
     def extent(self, task: int) -> tuple[int, int]:
         """The lowest and the highest address that a task's lazy memory has."""
-        rows = self._by_address[self.bounds[task] : self.bounds[task + 1]]
-        if not len(rows):
-            return 0, 0
-        return int(rows["vaddr"][0]), int(rows["vaddr"][-1] + rows["length"][-1])
+        first, last = self.bounds[task], self.bounds[task + 1]
+        return (int(self._starts[first]), int(self._ends[last - 1])) if first < last else (0, 0)
 
     def order(self, first: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """Every unit once: those in `first`, then the others by address."""
@@ -135,30 +134,38 @@ class Plan:
         found = self._by_address[number : number + 1].tolist()
         return found
 
-    def find(self, task: int, address: int) -> tuple[int | None, int, int]:
-        """The number of the segment at an address; else None and the gap around the address."""
+    def find(self, task: int, address: int) -> int | None:
+        """The number of the segment at an address."""
+        i = self._before(task, address)
+        return i if i is not None and address < self._ends[i] else None
+
+    def gap(self, task: int, address: int) -> tuple[int, int]:
+        """The addresses around this one, which no segment holds, up to the next segments."""
+        i = self._before(task, address)
+        after = self.bounds[task] if i is None else i + 1
+        low = 0 if i is None else int(self._ends[i])
+        return low, int(self._starts[after]) if after < self.bounds[task + 1] else 1 << 63
+
+    def _before(self, task: int, address: int) -> int | None:
+        """The number of a task's last segment that starts at an address or before."""
         first, last = self.bounds[task], self.bounds[task + 1]
-        starts = self._by_address["vaddr"][first:last]
-        i = int(np.searchsorted(starts, np.uint64(address), side="right")) - 1
-        low, high = 0, 1 << 63
-        if i >= 0:
-            low = int(starts[i]) + int(self._by_address["length"][first + i])
-            if address < low:
-                return first + i, 0, 0
-        if i + 1 < last - first:
-            high = int(starts[i + 1])
-        return None, low, high
+        i = int(np.searchsorted(self._starts[first:last], np.uint64(address), side="right"))
+        return first + i - 1 if i else None
 
     def find_units(
-        self, tasks: NDArray[np.int64], addresses: NDArray[np.uint64]
+        self, tasks: NDArray[np.uint32], addresses: NDArray[np.uint64]
     ) -> NDArray[np.int64]:
         """The units at these addresses, in order; addresses without any are left out."""
-        found = []
-        for task, address in zip(tasks.tolist(), addresses.tolist(), strict=True):
-            number = self.find(task, address)[0] if 0 <= task < len(self.tasks) else None
-            if number is not None:
-                found.append(self._unit_of[number])
-        return np.array(found, np.int64)
+        found = np.full(len(addresses), -1, np.int64)
+        for task in range(len(self.tasks)):
+            first, last = self.bounds[task], self.bounds[task + 1]
+            mine = np.flatnonzero(tasks == task)
+            if first == last or not len(mine):
+                continue
+            at = np.searchsorted(self._starts[first:last], addresses[mine], side="right") - 1
+            inside = (at >= 0) & (addresses[mine] < self._ends[first + np.maximum(at, 0)])
+            found[mine[inside]] = self._unit_of[first + at[inside]]
+        return found[found >= 0]
 
     def unit(self, number: int) -> int:
         """The unit that a segment belongs to."""
@@ -216,6 +223,9 @@ class Fill:
         self.filled_at = 0.0
         self.failure: BaseException | None = None
         self.touches: list[Touch] = []
+        self._waiting = 0
+        self._waiting_since = 0.0
+        self.stalled_seconds = 0.0
         self.started_at = 0.0
 
     @property
@@ -227,11 +237,6 @@ class Fill:
     def faults(self) -> int:
         """Faults answered so far."""
         return sum(lane.faults for lane in self._lanes)
-
-    @property
-    def stalled_seconds(self) -> float:
-        """How long threads of the process waited for pages, all added up."""
-        return sum(lane.stalled_seconds for lane in self._lanes)
 
     def spaces(self) -> list[Space]:
         """All spaces that are not known to be gone."""
@@ -274,18 +279,33 @@ class Fill:
         return child
 
     def forget_dead(self) -> list[Space]:
-        """Takes out spaces whose process is gone; the caller closes their descriptors."""
-        with self._alone():
-            dead = [s for spaces in self._spaces for s in spaces if not s.alive]
-            for space in dead:
-                self._spaces[space.task] = tuple(
-                    s for s in self._spaces[space.task] if s is not space
-                )
+        """Takes out spaces whose process is gone. Nobody uses their descriptors afterwards."""
+        dead = [s for spaces in self._spaces for s in spaces if not s.alive]
+        if dead:
+            with self._alone():
+                for task, spaces in enumerate(self._spaces):
+                    self._spaces[task] = tuple(s for s in spaces if s not in dead)
         return dead
 
     def faulted(self, fault: Fault) -> None:
-        """Somebody waits for a page."""
+        """Somebody waits for a page. `stalled_seconds` is how long anybody did."""
+        with self._claiming:
+            if not self._waiting:
+                self._waiting_since = time.monotonic()
+            self._waiting += 1
         self._faults.put(fault)
+
+    def touched_among(self, units: NDArray[np.int64]) -> int:
+        """How many of these units were faulted on before they were put in."""
+        tasks = np.array([touch.task for touch in self.touches], np.uint32)
+        addresses = np.array([touch.origin for touch in self.touches], np.uint64)
+        return len(np.intersect1d(units, self._plan.find_units(tasks, addresses)))
+
+    def _answered(self) -> None:
+        with self._claiming:
+            self._waiting -= 1
+            if not self._waiting:
+                self.stalled_seconds += time.monotonic() - self._waiting_since
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -318,7 +338,7 @@ class Fill:
                 loads = ahead.fetch([unit for unit in units if unit < self._plan.blocks])
                 for unit in units:
                     load = next(loads)[1] if unit < self._plan.blocks else None
-                    while not self._faults.empty():
+                    while not self._faults.empty() and not self._stopping.is_set():
                         self._serve_next(lane, urgent)
                     if self._stopping.is_set():
                         return
@@ -366,20 +386,30 @@ class Fill:
 
     def _serve(self, lane: Lane, blocks: Blocks, fault: Fault) -> None:
         """Puts in the page that a thread waits for, and then the rest of its unit."""
-        space = fault.space
+        space, number = fault.space, None
         with lane.lock:
-            origin = space.origin(fault.address)
-        number, low, high = (None, 0, 0)
-        if origin is not None:
-            number, low, high = self._plan.find(space.task, origin)
+            if space.alive and (origin := space.origin(fault.address)) is not None:
+                number = self._plan.find(space.task, origin)
+            if number is None or space.done[number - self._plan.bounds[space.task]]:
+                self._put_zeros(space, fault.address, number is None)
         lane.faults += 1
-        if number is None or origin is None:
-            self._put_zeros_around(lane, space, fault.address, low, high)
-        elif space.done[number - self._plan.bounds[space.task]]:
-            uffd.wake(space.fd, fault.address, PAGE)
-        else:
-            self._put_touched(lane, blocks, space, number, origin)
-        lane.stalled_seconds += time.monotonic() - fault.seen
+        if number is not None and origin is not None:
+            if self.registered.is_set():
+                self._put_touched(lane, blocks, space, number, origin)
+            else:
+                self._put_page(lane, blocks, space, number, origin)
+        self._answered()
+
+    def _put_page(self, lane: Lane, blocks: Blocks, space: Space, number: int, origin: int) -> None:
+        """One page alone: CRIU may be waiting for it, while units wait for CRIU."""
+        (row,) = self._plan.row(number)
+        vaddr, _, offset, _, _, block = row
+        if block == ZERO:
+            self._put(lane, space, origin, origin + PAGE, 0)
+            return
+        raw = np.frombuffer(next(blocks.fetch([block]))[1](), np.uint8)
+        start = int(raw.__array_interface__["data"][0]) + offset + origin - vaddr
+        self._put(lane, space, origin, origin + PAGE, start)
 
     def _put_touched(
         self, lane: Lane, blocks: Blocks, space: Space, number: int, origin: int
@@ -422,35 +452,41 @@ class Fill:
                     space.done[index] = 1
             lane.filled_bytes += length
 
-    def _put_zeros_around(
-        self, lane: Lane, space: Space, address: int, low: int, high: int
-    ) -> None:
-        """Memory that the checkpoint doesn't name is zero; more of it will be touched soon."""
-        with lane.lock:
-            _, code = uffd.zero(space.fd, address, PAGE)
-            if code == errno.EEXIST:
-                uffd.wake(space.fd, address, PAGE)
-            if code == 0 and space.ranges is None:  # nothing can have moved into the gap
-                start = max(address - address % _ZERO_AROUND, low)
-                end = min(start + _ZERO_AROUND, high)
-                for first, last in ((start, address), (address + PAGE, end)):
-                    if first < last:
-                        uffd.zero(space.fd, first, last - first)
-        if code == errno.EAGAIN:
-            time.sleep(_CHANGING_SECONDS)
-            lane.faults -= 1
-            self._faults.put(Fault(space, address, time.monotonic()))
-        elif code in _NOBODY:
+    def _put_zeros(self, space: Space, address: int, unnamed: bool) -> None:
+        """Memory that the checkpoint doesn't name is zero, and so is what was discarded.
+
+        More of it will be touched soon, so what is around it is made zero too. Otherwise the page
+        is there by now, and whoever waits is told. Under the lock of a lane.
+        """
+        code = uffd.zero(space.fd, address, PAGE)[1] if unnamed and space.alive else errno.EEXIST
+        if code in _NOBODY:
             space.alive = False
+        elif code:  # it is there, or about to move: let it fault again
+            uffd.wake(space.fd, address, PAGE) if space.alive else None
+        else:
+            low, high = self._hole(space, address)
+            start = max(address - address % _ZERO_AROUND, low)
+            end = min(start + _ZERO_AROUND, high)
+            for first, last in ((start, address), (address + PAGE, end)):
+                if first < last:
+                    uffd.zero(space.fd, first, last - first)
+
+    def _hole(self, space: Space, address: int) -> tuple[int, int]:
+        """The addresses around this one at which nothing of the checkpoint is, or will be."""
+        low, high, origin = space.surroundings(address)
+        if origin is None:
+            return low, high
+        first, last = self._plan.gap(space.task, origin)
+        return max(low, first - origin + address), min(high, last - origin + address)
 
     def _put(self, lane: Lane, space: Space, origin: int, end: int, source: int) -> None:
         """Fills [origin, end) from our memory at `source` (0: with zeros), as far as it's there."""
-        limit = end - origin
-        while origin < end and space.alive and not self._stopping.is_set():
+        limit, missed = end - origin, -1
+        while origin < end and not self._stopping.is_set():
             # Asked before: what was missing at the call may be there a moment later.
             registered = self.registered.is_set()
             with lane.lock:
-                found = space.where(origin, end)
+                found = space.where(origin, end) if space.alive else None
                 if found is None:
                     return
                 first, address, length = found
@@ -467,6 +503,10 @@ class Fill:
                 self.registered.wait(_UNREGISTERED_SECONDS)
             elif code == errno.ENOENT and length > PAGE:
                 limit = max(PAGE, length // 2 // PAGE * PAGE)  # two areas, or partly unmapped
+            elif code == errno.ENOENT and missed != address:
+                # It may be moving at this moment. Asked again, the kernel says EAGAIN until the
+                # event has been read, and then we know where to.
+                missed = address
             elif code == errno.ENOENT:
                 moved += PAGE  # unmapped; the event is on its way
             elif code == errno.EAGAIN and not done:

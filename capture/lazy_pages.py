@@ -51,13 +51,15 @@ class LazyDoor:
             os.close(fd)
         self._listener.listen(1)
 
-    def close(self) -> None:
-        """Ends the threads and lets go of the memory. What isn't filled by now is lost."""
+    def let_go(self) -> None:
+        """Gives memory back to the kernel, which makes what was not filled by now zero."""
         self._fill.stop()
-        for fd in self._watched:
-            os.close(fd)
-            self._guard.release(self._held.pop(fd))
-        self._watched.clear()
+        for space in list(self._watched.values()):
+            self._let_go(space)
+
+    def close(self) -> None:
+        """Ends the threads. Memory stays as it is, and whoever waits for it keeps waiting."""
+        self._fill.stop()
         self._listener.close()
         if self._connection is not None:
             self._connection.close()
@@ -140,25 +142,25 @@ class LazyDoor:
             raise CriuFailed("CRIU gave up while it restored", "see its log")
 
     def _handle(self, space: Space) -> None:
-        seen = time.monotonic()
-
         def take(message: uffd.Message) -> None:
             if message.event == uffd.PAGEFAULT:
-                self._fill.faulted(Fault(space, message.b & -PAGE, seen))
+                self._fill.faulted(Fault(space, message.b & -PAGE))
             elif message.event == uffd.FORK:
                 os.set_inheritable(message.a, False)
                 self._watch(self._fill.fork(space, message.a))
             elif message.event == uffd.REMAP:
                 space.move(message.a, message.b, message.c)
+                left.extend([(message.a, message.c), (message.b, message.c)])
             else:
+                # After REMOVE the memory is still registered: a fault there gets zeros. Telling the
+                # kernel not to ask any more would come too late, when something else may be there.
                 space.discard(message.a, message.b)
-                if message.event == uffd.REMOVE:
-                    removed.append((message.a, message.b - message.a))
+                left.append((message.a, message.b - message.a))
 
-        removed: list[tuple[int, int]] = []
+        left: list[tuple[int, int]] = []
         self._fill.read_events(space, take)
-        for start, length in removed:
-            uffd.unregister(space.fd, start, length)
+        for start, length in left:
+            uffd.wake(space.fd, start, length)  # whoever waits there must look again
 
 
 def _receive(connection: socket.socket, length: int) -> bytes:

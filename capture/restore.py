@@ -6,33 +6,40 @@ the stream one hands it file after file (capture/stream.py).
 """
 
 import os
+import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from icefloe import durable
-from icefloe.capture import allocator, criu, images, uffd
+from icefloe.capture import allocator, criu, images, tracing, uffd
 from icefloe.capture.blocks import StoreSource
 from icefloe.capture.directory import CriuFiles, files_for_criu
 from icefloe.capture.fill import Fill, Plan
 from icefloe.capture.guard import Guard
+from icefloe.capture.images import Columns
 from icefloe.capture.lazy_pages import LazyDoor
-from icefloe.capture.memory import load_memories
+from icefloe.capture.memory import Memory, load_memories
 from icefloe.capture.stored import StoredImage
+from icefloe.capture.stream import StreamDoor
 from icefloe.catalog import LocalStore
 from icefloe.errors import CriuFailed, IcefloeError, RestoreAborted
-from icefloe.ids import BlockId
+from icefloe.ids import BlockId, IdPrefix, Name
+from icefloe.store.trace import EMPTY, Trace
 
 DoorName = Literal["lazy", "eager", "stream"]
 
 _PSTREE = "pstree.img"
 
 _MAX_WORKERS = 16
+
+_MEMORY = Path("/dev/shm")
+_RESERVE_BYTES = 1 << 30
 
 # How often to see whether processes have ended without a word.
 _DEAD_SECONDS = 1.0
@@ -42,10 +49,12 @@ _DEAD_SECONDS = 1.0
 class RestoreOptions:
     """`criu` is a name or path, `arguments` are added to `criu restore`.
 
+    `lineage` names the trace that is replayed and added to; without a `door`, it decides.
     `fill`: bring in all memory, not only what is touched. `workers`: threads, 0 for one a core.
     """
 
-    door: DoorName = "lazy"
+    lineage: str
+    door: DoorName | None = None
     criu: str = "criu"
     arguments: tuple[str, ...] = ()
     fill: bool = True
@@ -57,7 +66,8 @@ class RestoreResult:
     """Times in seconds since `started`, except for `criu_seconds` (how long CRIU ran).
 
     `filled_seconds` is None when memory was filled only where it was touched. `stalled_seconds`
-    is how long threads waited for memory, all added up. `ended`: the process was gone before its
+    is how long any thread was waiting for memory. `faults_avoided`: memory that the trace said
+    would be touched and that was there before it was. `ended`: the process was gone before its
     memory was complete.
     """
 
@@ -66,10 +76,11 @@ class RestoreResult:
     seconds_to_resume: float
     criu_seconds: float
     filled_seconds: float | None
-    faults: int
-    stalled_seconds: float
-    memory_bytes: int
-    ended: bool
+    faults: int = 0
+    faults_avoided: int = 0
+    stalled_seconds: float = 0.0
+    memory_bytes: int = 0
+    ended: bool = False
 
 
 def restore_image(
@@ -82,39 +93,103 @@ def restore_image(
     """
     criu.require_root()
     program = criu.find_criu(options.criu)
-    if options.door == "lazy" and (reason := uffd.probe()) is not None:
+    allocator.keep_freed()
+    trace = tracing.load(store.layout, options.lineage)
+    door = options.door or tracing.choose_door(trace)
+    if door == "lazy" and (reason := uffd.probe()) is not None:
         raise CriuFailed(
             f"userfaultfd can't be used here ({reason})", "restore with --eager, or allow it"
         )
-    allocator.keep_freed()
     manifest = store.manifest(image)
     source = StoreSource(store, manifest)
     stored = StoredImage(manifest, source)
+    memories = load_memories(stored)
+    files = files_for_criu(stored, memories, lazy=door == "lazy")
     with ExitStack() as stack:
         stack.callback(source.close)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="icefloe-restore-")))
-        run = _Run(program, options, folder, started)
-        files = files_for_criu(stored, load_memories(stored), lazy=options.door == "lazy")
-        if options.door == "lazy":
-            return _restore_lazily(run, stored, files, source, store, guard)
-        with durable.write_errors(folder):
-            files.write(folder, options.workers)
-        with run.criu() as process:
+        place = _place(files.total_bytes if door == "eager" else 0)
+        folder = tempfile.TemporaryDirectory(prefix="icefloe-restore-", dir=place)
+        run = _Run(program, options, door, Path(stack.enter_context(folder)), started)
+        if door == "lazy":
+            return _restore_lazily(run, memories, files, source, store, guard, trace)
+        if door == "stream":
+            _restore_streaming(run, files)
+        else:
+            _restore_eagerly(run, files)
+    row = tracing.run_row(
+        door,
+        replayed=False,
+        resumed=run.resumed - started,
+        filled=run.resumed - started,
+        stalled=0.0,
+        faults=0,
+    )
+    tracing.record(store.layout, options.lineage, trace.regions, trace.touches[:0], row)
+    return run.result(run.resumed)
+
+
+def _place(needed: int) -> str | None:
+    """Where the files for CRIU go: into memory when there is plenty, as it reads them but once.
+
+    None: wherever temporary files go here.
+    """
+    if not needed or "TMPDIR" in os.environ or not _MEMORY.is_dir():
+        return None
+    room = os.statvfs(_MEMORY)
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    free = int(found[1]) << 10 if found else 0
+    # Once as files, once as the memory of the process, and something to breathe.
+    fits = room.f_bavail * room.f_frsize > needed and free > 2 * needed + _RESERVE_BYTES
+    return str(_MEMORY) if fits else None
+
+
+def _restore_eagerly(run: "_Run", files: CriuFiles) -> None:
+    with durable.write_errors(run.folder):
+        files.write(run.folder, run.options.workers)
+    with run.criu() as process:
+        run.finish(process)
+
+
+def _restore_streaming(run: "_Run", files: CriuFiles) -> None:
+    door = StreamDoor(run.folder, files)
+    try:
+        with run.criu("--stream") as process:
+            door.serve(lambda: process.poll() is not None)
             run.finish(process)
-        return run.result(faults=0, stalled=0.0, filled=run.resumed, memory=0, ended=False)
+    except CriuFailed as error:
+        door.close()
+        raise door.failure or error from error
+    door.close()
+    if door.failure is not None:
+        raise RestoreAborted(door.failure)
+
+
+def lineage_of(store: LocalStore, image: BlockId, reference: Name | IdPrefix) -> str:
+    """The lineage that an image belongs to: its name without the tag."""
+    if isinstance(reference, Name):
+        return reference.name
+    names = store.catalog.names_of(image)
+    return names[0].partition(":")[0] if names else image.hex()
 
 
 class _Run:
     """One run of `criu restore`, and when what happened."""
 
     def __init__(
-        self, program: criu.Criu, options: RestoreOptions, folder: Path, started: float
+        self,
+        program: criu.Criu,
+        options: RestoreOptions,
+        door: DoorName,
+        folder: Path,
+        started: float,
     ) -> None:
         self.options = options
+        self.door = door
         self.folder = folder
         self.started = started
         self.resumed = 0.0
         self.launched = 0.0
+        self.pid = 0
         self._program = program
         self._pidfile = folder / "root.pid"
         # Not in the folder: it outlives a failure.
@@ -144,37 +219,36 @@ class _Run:
             self._words.seek(0)
             raise criu.failure("criu restore", code, self._words.read(), self._log)
         self.resumed = time.monotonic()
+        self.pid = int(self._pidfile.read_text())
         self._log.unlink(missing_ok=True)
 
-    def result(
-        self, *, faults: int, stalled: float, filled: float | None, memory: int, ended: bool
-    ) -> RestoreResult:
+    def result(self, filled: float | None) -> RestoreResult:
+        """What came of it; memory was complete at `filled`."""
         return RestoreResult(
-            pid=int(self._pidfile.read_text()),
-            door=self.options.door,
+            pid=self.pid,
+            door=self.door,
             seconds_to_resume=self.resumed - self.started,
             criu_seconds=self.resumed - self.launched,
             filled_seconds=None if filled is None else filled - self.started,
-            faults=faults,
-            stalled_seconds=stalled,
-            memory_bytes=memory,
-            ended=ended,
         )
 
 
 def _restore_lazily(
     run: _Run,
-    stored: StoredImage,
+    memories: list[Memory],
     files: CriuFiles,
     source: StoreSource,
     store: LocalStore,
     guard: Guard,
+    trace: Trace,
 ) -> RestoreResult:
-    options = run.options
+    options, stored = run.options, files.image
     processes = images.decode_pstree(stored.read(_PSTREE), stored.path(_PSTREE))
     plan = Plan([p.pid for p in processes], files.lazy, len(stored.manifest.blocks))
+    regions = tracing.regions_of(memories, plan.tasks)
+    first = tracing.units_of(trace, regions, plan)
     workers = min(options.workers or os.cpu_count() or 1, _MAX_WORKERS)
-    fill = Fill(plan, source, plan.order() if options.fill else None, workers)
+    fill = Fill(plan, source, plan.order(first) if options.fill else None, workers)
     with durable.write_errors(run.folder):
         files.write(run.folder, workers)
     door = LazyDoor(run.folder, plan, fill, guard)
@@ -191,16 +265,36 @@ def _restore_lazily(
             source.pin()
             store.close()  # what is pinned stays readable, and others may write meanwhile
         _serve_until_complete(door, fill)
+        door.let_go()
     except IcefloeError as error:
         raise RestoreAborted(error) if run.resumed else error from error
     finally:
         door.close()
-    return run.result(
+    complete = fill.filled.is_set()
+    result = replace(
+        run.result(fill.filled_at if complete else None),
         faults=fill.faults,
-        stalled=fill.stalled_seconds,
-        filled=fill.filled_at if fill.filled.is_set() else None,
-        memory=fill.filled_bytes,
-        ended=not fill.filled.is_set(),
+        faults_avoided=len(first) - fill.touched_among(first) if options.fill else 0,
+        stalled_seconds=fill.stalled_seconds,
+        memory_bytes=fill.filled_bytes,
+        ended=not complete,
+    )
+    touches = tracing.touches_of(fill.touches, regions)
+    tracing.record(store.layout, options.lineage, regions, touches, _row(result, len(first)))
+    return result
+
+
+def _row(result: RestoreResult, replayed: int) -> Columns:
+    """A lazy restore for the trace. One that wasn't filled says nothing about doors."""
+    if result.filled_seconds is None:
+        return EMPTY.runs
+    return tracing.run_row(
+        result.door,
+        replayed=bool(replayed),
+        resumed=result.seconds_to_resume,
+        filled=result.filled_seconds,
+        stalled=result.stalled_seconds,
+        faults=result.faults,
     )
 
 

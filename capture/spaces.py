@@ -55,11 +55,22 @@ class Space:
     def origin(self, address: int) -> int | None:
         """Where in the checkpoint this address was, None when it holds nothing of it."""
         if self.ranges is None:
-            return address
+            return address if self.extent[0] <= address < self.extent[1] else None
         i = bisect_right(self.ranges, address, key=_start) - 1
         if i < 0 or address >= self.ranges[i].end:
             return None
         return address - self.ranges[i].start + self.ranges[i].origin
+
+    def surroundings(self, address: int) -> tuple[int, int, int | None]:
+        """The range around an address, or the hole between two, and the address's origin."""
+        low, high = 0, 1 << 63
+        for each in [Range(*self.extent, self.extent[0])] if self.ranges is None else self.ranges:
+            if each.start > address:
+                return low, each.start, None
+            if address < each.end:
+                return each.start, each.end, address - each.start + each.origin
+            low = each.end
+        return low, high, None
 
     def where(self, origin: int, end: int) -> tuple[int, int, int] | None:
         """The first piece of origins [origin, end) that is still there.

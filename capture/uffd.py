@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _API = 0xC018AA3F
-_UNREGISTER = 0x8010AA01
 _WAKE = 0x8010AA02
 _COPY = 0xC028AA03
 _ZEROPAGE = 0xC020AA04
@@ -100,21 +99,7 @@ def _partial(done: int, code: int | None) -> tuple[int, int]:
 
 def wake(fd: int, address: int, length: int) -> None:
     """Lets who waits for these pages try again."""
-    _range(fd, _WAKE, address, length)
-
-
-def unregister(fd: int, address: int, length: int) -> None:
-    """From now on the kernel handles faults there itself. A range that is gone is fine."""
-    _range(fd, _UNREGISTER, address, length)
-
-
-def _range(fd: int, request: int, address: int, length: int) -> None:
-    try:
-        fcntl.ioctl(fd, request, _RANGE.pack(address, length))
-    except OSError as error:
-        # EINVAL, ENOENT: unmapped meanwhile; ENOMEM, ESRCH: the process is gone.
-        if error.errno not in (errno.EINVAL, errno.ENOENT, errno.ENOMEM, errno.ESRCH):
-            raise
+    fcntl.ioctl(fd, _WAKE, _RANGE.pack(address, length))
 
 
 def is_alive(fd: int) -> bool:

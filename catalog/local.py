@@ -55,7 +55,7 @@ class LocalStore:
         self.close()
 
     def close(self) -> None:
-        """Closes the catalog and lets the next process in."""
+        """Closes the catalog and lets the next process in. Once more does nothing."""
         self.catalog.close()
         self._lock.release()
 

@@ -38,8 +38,10 @@ class Lock:
             raise
 
     def release(self) -> None:
-        """Lets the next one in."""
-        os.close(self._fd)
+        """Lets the next one in. Once more does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _open(path: Path) -> int:

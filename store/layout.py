@@ -6,6 +6,7 @@ journal     every commit, name change and removal
 packs/ab/   published packs, by the first byte of their id
 staging/    packs being written
 catalog/    RocksDB, can be rebuilt from packs and journal
+traces/     what restored processes touch first, by name of the image; made by the first restore
 """
 
 import json
@@ -13,6 +14,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from blake3 import blake3
 
 from icefloe import durable
 from icefloe.chunker import grains
@@ -54,9 +57,17 @@ class Layout:
     def catalog(self) -> Path:
         return self.root / "catalog"
 
+    @property
+    def traces(self) -> Path:
+        return self.root / "traces"
+
     def pack(self, pack: PackId) -> Path:
         """Where a published pack lies."""
         return self.packs / pack[:1].hex() / pack.hex()
+
+    def trace(self, lineage: str) -> Path:
+        """Where the trace of the images with this name lies; names are too long for files."""
+        return self.traces / blake3(lineage.encode()).hexdigest(16)
 
     def published(self) -> Iterator[PackId]:
         """Every pack on disk, in order of ids. Files with other names are passed over."""

@@ -206,6 +206,20 @@ class Tree(Recorded):
     good = "counts-ok"
 
 
+class Toucher(Recorded):
+    """One process that touches 64 MiB in an order that is known."""
+
+    program = "toucher.py"
+    good = "touched-ok"
+
+
+class Churn(Recorded):
+    """A process that forks, unmaps, moves and discards 48 MiB of memory, and checks the rest."""
+
+    program = "churn.py"
+    good = "churn-ok"
+
+
 class Redis(Workload):
     """redis-server on a UNIX socket, filled with values that are all checked.
 

@@ -17,6 +17,7 @@ from icefloe.cli import output
 from icefloe.cli.content import add, export
 from icefloe.cli.context import Context
 from icefloe.cli.images import diff, ls, rm, show, tag
+from icefloe.cli.page_server import page_server
 from icefloe.cli.restoring import restore
 from icefloe.cli.upkeep import check, gc
 from icefloe.errors import EXIT_CODES, IcefloeError, NoSpace
@@ -44,7 +45,7 @@ def cli(
     context.obj = Context(store, config, quiet)
 
 
-for _command in (add, export, restore, ls, show, diff, tag, rm, gc, check):
+for _command in (add, export, restore, page_server, ls, show, diff, tag, rm, gc, check):
     cli.add_command(_command)
 
 

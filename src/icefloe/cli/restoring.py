@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 @click.argument("criu_arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- CRIU ARGS]")
 @click.option("--eager", "door", flag_value="eager", help="Same as --door eager.")
 @click.option("--stream", "door", flag_value="stream", help="Same as --door stream.")
-@click.option("--door", type=click.Choice(["lazy", "eager", "stream"]), help="The way into CRIU.")
+@click.option(
+    "--door",
+    type=click.Choice(["auto", "lazy", "eager", "stream"]),
+    default="auto",
+    help="The way into CRIU; auto: lazy, unless earlier restores show that it loses.",
+)
 @click.option("--no-fill", is_flag=True, help="Bring in only the memory that is touched.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
@@ -41,22 +46,41 @@ def restore(
     reference = parse_reference(name)
     config = context.config()
     guard = stand_guard()
-    from icefloe.capture.restore import RestoreOptions, restore_image
+    from icefloe.capture.restore import RestoreOptions, lineage_of, restore_image
 
-    options = RestoreOptions(
-        door=door or "lazy",
-        criu=config.criu,
-        arguments=criu_arguments,
-        fill=not no_fill,
-        workers=config.workers,
-    )
     with context.open() as store:
         image = store.catalog.resolve(reference)
+        options = RestoreOptions(
+            lineage=lineage_of(store, image, reference),
+            door="lazy" if no_fill else None if door == "auto" else door,
+            criu=config.criu,
+            arguments=criu_arguments,
+            fill=not no_fill,
+            workers=config.workers,
+        )
         result = restore_image(store, image, options, guard, started)
     if as_json:
         output.print_json(_json(result))
         return
-    output.facts([("process", str(result.pid))])
+    output.facts(_rows(result))
+
+
+def _rows(result: "RestoreResult") -> list[tuple[str, str]]:
+    rows = [
+        ("process", str(result.pid)),
+        ("door", result.door),
+        ("running", f"after {result.seconds_to_resume:.2f} s, {result.criu_seconds:.2f} s of CRIU"),
+    ]
+    if result.door != "lazy":
+        return rows
+    memory = output.size(result.memory_bytes)
+    if result.filled_seconds is not None:
+        rows.append(("memory", f"{memory}, complete after {result.filled_seconds:.2f} s"))
+    else:
+        rows.append(("memory", f"{memory}; the process has ended"))
+    avoided = f", {result.faults_avoided} avoided by the trace" if result.faults_avoided else ""
+    waited = f"it waited {result.stalled_seconds:.2f} s"
+    return [*rows, ("faults", f"{result.faults}{avoided}; {waited}")]
 
 
 def _json(result: "RestoreResult") -> dict[str, Any]:
@@ -69,6 +93,7 @@ def _json(result: "RestoreResult") -> dict[str, Any]:
         "filled_seconds": result.filled_seconds and round(result.filled_seconds, 4),
         "wire_bytes": 0,
         "faults": result.faults,
+        "faults_avoided": result.faults_avoided,
         "stalled_seconds": round(result.stalled_seconds, 4),
         "memory_bytes": result.memory_bytes,
         "ended": result.ended,

@@ -1,0 +1,113 @@
+"""The stream door: hands CRIU every file through a pipe, as criu-image-streamer does.
+
+`criu restore --stream` connects to streamer-serve.sock in its image directory. It asks for a file
+by name, gets told whether there is one, and then sends the end of a pipe to write it into
+(criu/img-streamer.c, images/img-streamer.proto). It reads several files at once, and some twice.
+"""
+
+import fcntl
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from icefloe.capture.directory import CriuFiles
+from icefloe.errors import CriuFailed, IcefloeError
+
+SOCKET = "streamer-serve.sock"
+
+_LENGTH = struct.Struct("<I")
+
+# A request holds one file name: field 1, a string of at most PATH_MAX bytes.
+_MAX_REQUEST = 8192
+_NAME_KEY = 1 << 3 | 2
+_EXISTS = _LENGTH.pack(2) + bytes((1 << 3, 1))
+_MISSING = _LENGTH.pack(2) + bytes((1 << 3, 0))
+
+# Larger pipes are a known trouble of CRIU's; a smaller one costs a switch for every 64 KiB.
+_PIPE_BYTES = 1 << 20
+
+_LOOK_SECONDS = 0.1
+
+
+class StreamDoor:
+    """Serves the files of one restore."""
+
+    def __init__(self, folder: Path, files: CriuFiles) -> None:
+        """Listens in `folder`, which CRIU gets as its image directory."""
+        self._files = files
+        self._threads: list[threading.Thread] = []
+        self.failure: IcefloeError | None = None
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.bind(str(folder / SOCKET))
+        except OSError as error:
+            self._listener.close()
+            reason = f"cannot listen on {folder / SOCKET} ({error})"
+            raise CriuFailed(reason, "set TMPDIR to a folder with a short name") from None
+        self._listener.listen(1)
+
+    def serve(self, criu_ended: Callable[[], bool]) -> None:
+        """Answers until CRIU needs no more files, or has ended. Raises CriuFailed."""
+        self._listener.settimeout(_LOOK_SECONDS)
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+                break
+            except TimeoutError:
+                if criu_ended():
+                    return
+        connection.settimeout(None)
+        with connection:
+            while (name := _request(connection)) is not None:
+                self._answer(connection, name)
+
+    def close(self) -> None:
+        """Waits until the last file is written; CRIU must have ended."""
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _answer(self, connection: socket.socket, name: str) -> None:
+        if not self._files.has(name):
+            connection.sendall(_MISSING)
+            return
+        connection.sendall(_EXISTS)
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        if not fds:
+            raise CriuFailed(f"CRIU sent no pipe for {name}", "see its log")
+        thread = threading.Thread(target=self._write, args=(name, fds[0]), name="stream")
+        self._threads.append(thread)
+        thread.start()
+
+    def _write(self, name: str, fd: int) -> None:
+        """Writes one file into a pipe. CRIU notices by a short file when that fails."""
+        try:
+            with suppress(OSError):  # a limit of the user's may forbid it
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            for piece in self._files.content(name):
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+        except BrokenPipeError:
+            pass  # CRIU has read what it wanted
+        except IcefloeError as error:
+            self.failure = self.failure or error
+        finally:
+            os.close(fd)
+
+
+def _request(connection: socket.socket) -> str | None:
+    """The name of the file that CRIU wants next, None when it wants no more."""
+    head = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    body = connection.recv(length, socket.MSG_WAITALL) if length <= _MAX_REQUEST else b""
+    # Names are shorter than 128 bytes, so their length takes one byte.
+    if len(body) != length or length < 2 or body[0] != _NAME_KEY or body[1] != length - 2:
+        raise CriuFailed("CRIU asked for a file in a way that is not known", "see its log")
+    return body[2:].decode(errors="surrogateescape")
