@@ -120,10 +120,15 @@ def collect(store: LocalStore, options: GcOptions) -> GcResult:
 
 
 def leftovers(store: LocalStore) -> list[Path]:
-    """Packs that no catalog row mentions, and staging files: this process has none of its own."""
+    """Packs that no catalog row mentions, traces whose images are gone, and staging files: this
+    process has none of its own."""
     known = {pack.id for pack in store.catalog.packs()}
     orphans = [p for p in store.layout.published() if p not in known]
-    return [*map(store.layout.pack, orphans), *staging_leftovers(store.layout)]
+    lineages = {name.partition(":")[0] for name in store.catalog.names()}
+    lineages |= {image.id.hex() for image in store.catalog.images()}
+    traces = set(map(store.layout.trace, lineages))
+    stale = [path for path in store.layout.recorded() if path not in traces]
+    return [*map(store.layout.pack, orphans), *staging_leftovers(store.layout), *stale]
 
 
 def _drop(store: LocalStore, packs: Sequence[PackRow]) -> int:

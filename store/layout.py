@@ -10,6 +10,7 @@ traces/     what restored processes touch first, by name of the image; made by t
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from icefloe.ids import ID_BYTES, PackId
 FORMAT_VERSION = 1
 
 _PACK_NAME = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
+_TRACE_NAME = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.new")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,12 @@ class Layout:
     def trace(self, lineage: str) -> Path:
         """Where the trace of the images with this name lies; names are too long for files."""
         return self.traces / blake3(lineage.encode()).hexdigest(16)
+
+    def recorded(self) -> Iterator[Path]:
+        """Every trace on disk, unfinished ones too. Files with other names are passed over."""
+        if self.traces.is_dir():
+            names = filter(_TRACE_NAME.fullmatch, sorted(os.listdir(self.traces)))
+            yield from map(self.traces.joinpath, names)
 
     def published(self) -> Iterator[PackId]:
         """Every pack on disk, in order of ids. Files with other names are passed over."""

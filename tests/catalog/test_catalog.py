@@ -219,6 +219,30 @@ def test_leftovers_go(store: LocalStore) -> None:
     assert small_store.exported(store, image) == ONE
 
 
+def test_traces_go_with_the_last_image_of_their_name(store: LocalStore) -> None:
+    small_store.add(store, ONE, "one:a")
+    small_store.add(store, TWO, "one:b")
+    unnamed = small_store.add(store, SHARED, "two").id
+    small_store.add(store, ONE, "two")
+    lineages = ("one", unnamed.hex(), "gone")
+    traces = [store.layout.trace(lineage) for lineage in lineages]
+    store.layout.traces.mkdir()
+    unfinished = store.layout.traces / f".{traces[0].name}.new"
+    for path in (*traces, unfinished, store.layout.traces / "README"):
+        path.write_bytes(b"x")
+
+    def left() -> set[Path]:
+        assert collect(store, GcOptions()).freed_bytes >= 1
+        return set(store.layout.traces.iterdir()) - {store.layout.traces / "README"}
+
+    assert left() == {traces[0], traces[1]}
+    remove(store, [Name("one", "a")])
+    unfinished.write_bytes(b"x")
+    assert left() == {traces[0], traces[1]}
+    remove(store, [Name("one", "b")])
+    assert left() == {traces[1]}
+
+
 def test_gc_refuses_to_copy_damage(root: Path) -> None:
     """A damaged block that lives: an error, and everything is as before."""
     with open_store(root, write=True, create=True) as store:
