@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help demo test lint bench criu clean
 
 help:
-	@echo "make demo   checkpoint, store, export and restore a real process"
+	@echo "make demo   checkpoint, store and restore a real process"
 	@echo "make test   lint, types, import direction, the whole test suite"
 	@echo "make lint   ruff, mypy, import-linter"
 	@echo "make bench  the benchmarks, as tables and JSON in .cache/bench"
@@ -40,11 +40,13 @@ test: lint
 
 bench: $(INSTALLED)
 	-scripts/criu
+	$(BIN)/python -m pip install --quiet --group bench
 	mkdir -p .cache/bench
 	$(BIN)/python bench/dedup.py --json .cache/bench/dedup.json
 	$(BIN)/python bench/ingest.py --json .cache/bench/ingest.json
 	$(BIN)/python bench/ingest.py --bytes 64m --runs 1 --memory 16 --json .cache/bench/memory.json
 	$(BIN)/python bench/catalog.py --json .cache/bench/catalog.json
+	$(BIN)/python bench/restore.py --json .cache/bench/restore.json
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,5 +1,9 @@
-"""Blocks that lie in memory, for whoever asks a BlockSource; they can be slow, or missing."""
+"""Blocks that lie in memory, for whoever asks a BlockSource; they can be slow, or missing.
 
+And a layout of memory that is made of such blocks.
+"""
+
+import random
 import threading
 import time
 from collections import Counter
@@ -7,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from puppet import PAGE
+from puppet import PAGE, digest
 
 from icefloe.capture.blocks import Load
 from icefloe.capture.images import Columns
@@ -16,6 +20,20 @@ from icefloe.durable import Buffer
 from icefloe.errors import MissingPack
 from icefloe.store.layout import Layout
 from icefloe.store.manifest import ZERO
+
+
+BLOCK_PAGES = 16
+ZEROS = digest(bytes(PAGE))
+
+Rows = list[tuple[int, int, int, int]]
+
+
+def noise(pages: int, seed: int) -> bytes:
+    """Pages that nothing else equals."""
+    return random.Random(seed).randbytes(pages * PAGE)
+
+
+BLOCKS = {number: noise(BLOCK_PAGES, number) for number in range(8)}
 
 
 class FakeSource:
@@ -60,4 +78,38 @@ def segments(rows: Sequence[tuple[int, int, int, int]]) -> Columns:
     return table
 
 
-__all__ = ["ZERO", "FakeSource", "segments"]
+def layout(start: int) -> Rows:
+    """16 pages of each block, block 1 twice, 16 zero pages, a hole of 8 pages, half of block 7."""
+    rows = [(start + i * BLOCK_PAGES * PAGE, BLOCK_PAGES, i, 0) for i in range(7)]
+    rows.append((start + 7 * BLOCK_PAGES * PAGE, BLOCK_PAGES, ZERO, 0))
+    rows.append((start + 8 * BLOCK_PAGES * PAGE, BLOCK_PAGES, 1, 0))
+    rows.append((start + (9 * BLOCK_PAGES + 8) * PAGE, 8, 7, 4))
+    return rows
+
+
+PAGES = 10 * BLOCK_PAGES
+
+
+def wanted(rows: Rows, start: int) -> list[str]:
+    """The digest of each page."""
+    found = [ZEROS] * PAGES
+    for address, pages, block, offset in rows:
+        if block != ZERO:
+            for i in range(pages):
+                content = BLOCKS[block][(offset + i) * PAGE : (offset + i + 1) * PAGE]
+                found[(address - start) // PAGE + i] = digest(content)
+    return found
+
+
+__all__ = [
+    "BLOCKS",
+    "BLOCK_PAGES",
+    "PAGES",
+    "ZERO",
+    "ZEROS",
+    "FakeSource",
+    "Rows",
+    "layout",
+    "segments",
+    "wanted",
+]

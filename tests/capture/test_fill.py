@@ -1,6 +1,5 @@
 """Real memory of a real process is filled while the process does what processes do."""
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +7,18 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from fake_blocks import ZERO, FakeSource, segments
+from fake_blocks import (
+    BLOCK_PAGES,
+    BLOCKS,
+    PAGES,
+    ZERO,
+    ZEROS,
+    FakeSource,
+    Rows,
+    layout,
+    segments,
+    wanted,
+)
 from puppet import PAGE, Puppet, digest
 
 from icefloe.capture import uffd
@@ -17,43 +27,6 @@ from icefloe.capture.spaces import Space
 from icefloe.errors import MissingPack
 
 pytestmark = pytest.mark.skipif(uffd.probe() is not None, reason=f"userfaultfd: {uffd.probe()}")
-
-BLOCK_PAGES = 16
-ZEROS = digest(bytes(PAGE))
-
-Rows = list[tuple[int, int, int, int]]
-
-
-def noise(pages: int, seed: int) -> bytes:
-    """Pages that nothing else equals."""
-    return random.Random(seed).randbytes(pages * PAGE)
-
-
-BLOCKS = {number: noise(BLOCK_PAGES, number) for number in range(8)}
-
-
-def layout(start: int) -> Rows:
-    """16 pages of each block, block 1 twice, 16 zero pages, a hole of 8 pages, half of block 7."""
-    rows = [(start + i * BLOCK_PAGES * PAGE, BLOCK_PAGES, i, 0) for i in range(7)]
-    rows.append((start + 7 * BLOCK_PAGES * PAGE, BLOCK_PAGES, ZERO, 0))
-    rows.append((start + 8 * BLOCK_PAGES * PAGE, BLOCK_PAGES, 1, 0))
-    rows.append((start + (9 * BLOCK_PAGES + 8) * PAGE, 8, 7, 4))
-    return rows
-
-
-PAGES = 10 * BLOCK_PAGES
-
-
-def wanted(rows: Rows, start: int) -> list[str]:
-    """The digest of each page."""
-    found = [ZEROS] * PAGES
-    for address, pages, block, offset in rows:
-        if block != ZERO:
-            for i in range(pages):
-                content = BLOCKS[block][(offset + i) * PAGE : (offset + i + 1) * PAGE]
-                found[(address - start) // PAGE + i] = digest(content)
-    return found
-
 
 class Served:
     """A fill at work, with its events read until it is closed."""
