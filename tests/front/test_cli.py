@@ -282,7 +282,10 @@ def test_help() -> None:
     assert ended.code == 0 and ended.err == ""
     for code, what in EXIT_CODES.items():
         assert re.search(rf"^  *{code}  {re.escape(what)}$", ended.out, re.M), code
-    for command in ("add", "export", "ls", "show", "diff", "tag", "rm", "gc", "check"):
+    for command in (
+        *("add", "restore", "export", "page-server", "ls", "show", "diff", "tag", "rm", "gc"),
+        "check",
+    ):
         assert re.search(rf"^  {command} ", ended.out, re.M)
         assert run_apart(command, "--help").code == 0
 
@@ -379,6 +382,27 @@ def test_ambiguous_prefix(filled: Line, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(icefloe.ids, "_ID_PREFIX", re.compile("[0-9a-f]*"))
     fails(filled("show", "@"), 2, "means 2 images")
+
+
+def test_restores_that_cannot_be_meant(filled: Line) -> None:
+    """2, 3, 4: each in one line, from the process that guards or the one that restores."""
+    criu = filled.folder / "criu"
+    criu.write_text("#!/bin/sh\necho Version: 4.2\n")
+    criu.chmod(0o755)
+
+    def restore(*words: str) -> Ended:
+        store = ["--store", filled.folder / "store", "--config", filled.folder / "config.toml"]
+        return run_apart(*store, "restore", *words)
+
+    (filled.folder / "config.toml").write_text(f'capture.criu = "{criu}"')
+    fails(restore("ONE"), 2, "ONE")
+    fails(restore("one", "--no-fill", "--eager"), 2, "--eager")
+    fails(restore("one", "--stream", "--no-fill"), 2, "--stream")
+    fails(restore("missing"), 3, "missing")
+    if os.geteuid() == 0:
+        fails(restore("one", "--eager"), 4, "inventory.img")
+    else:
+        fails(restore("one", "--eager"), 9, "root")
 
 
 def test_unexpected(filled: Line, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ FULL = """
 path = "/from/file"
 policy = "small"
 workers = 3
+[capture]
+criu = "/opt/criu"
 [gc]
 grace = "2h"
 """
@@ -38,6 +40,7 @@ def test_defaults(tmp_path: Path) -> None:
     config = load(None, None, bare(tmp_path))
     assert config.store == tmp_path / "data" / "icefloe"
     assert (config.policy, config.workers, config.grace_seconds) == ("balanced", 0, 0.0)
+    assert config.criu == "criu"
 
 
 def test_precedence_of_the_store(tmp_path: Path) -> None:
@@ -56,8 +59,11 @@ def test_environment_over_file(tmp_path: Path) -> None:
     file, environment = written(tmp_path, FULL), bare(tmp_path)
     config = load(file, None, environment)
     assert (config.policy, config.workers, config.grace_seconds) == ("small", 3, 7200.0)
+    assert config.criu == "/opt/criu"
     more = {"ICEFLOE_STORE_POLICY": "fast", "ICEFLOE_STORE_WORKERS": "5", "ICEFLOE_GC_GRACE": "7d"}
+    more["ICEFLOE_CAPTURE_CRIU"] = "criu-dev"
     config = load(file, None, environment | more)
+    assert config.criu == "criu-dev"
     assert (config.policy, config.workers, config.grace_seconds) == ("fast", 5, 604800.0)
 
 
@@ -101,6 +107,7 @@ def test_a_named_file_must_exist(tmp_path: Path) -> None:
         ("[store]\nworkers = '²'", "store.workers is '²'"),
         ("[store]\npath = 5", "store.path"),
         ("[store]\npath = ['a']", "store.path"),
+        ("[capture]\ncriu = 4", "capture.criu"),
         ("[gc]\ngrace = 'soon'", "'soon' is not a duration"),
         ("[gc]\ngrace = -5", "'-5' is not a duration"),
         ("[gc]\ngrace = true", "not a duration"),

@@ -7,6 +7,7 @@ import click
 
 from icefloe.cli import output
 from icefloe.cli.context import Context
+from icefloe.errors import UsageError
 
 if TYPE_CHECKING:
     from icefloe.capture.restore import RestoreResult
@@ -44,6 +45,8 @@ def restore(
     from icefloe.ids import parse_reference
 
     reference = parse_reference(name)
+    if no_fill and door in ("eager", "stream"):
+        raise UsageError(f"--no-fill is no use with --{door}", "leave out one of them")
     config = context.config()
     guard = stand_guard()
     from icefloe.capture.restore import RestoreOptions, lineage_of, restore_image
