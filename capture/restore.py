@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -192,13 +192,11 @@ class _Run:
         self.pid = 0
         self._program = program
         self._pidfile = folder / "root.pid"
-        # Not in the folder: it outlives a failure.
-        self._log = Path(tempfile.gettempdir()) / f"icefloe-restore-{os.getpid()}.log"
+        self._log = folder / "restore.log"
 
     @contextmanager
     def criu(self, *arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
         """CRIU at work; it doesn't outlive the context."""
-        self._log.unlink(missing_ok=True)
         command: list[str | Path] = ["restore", "--restore-detached", "-D", self.folder]
         command += ["-W", self.folder, "-o", self._log, "--pidfile", self._pidfile]
         with tempfile.TemporaryFile() as words:
@@ -217,10 +215,9 @@ class _Run:
         """Waits for CRIU's end; the processes run. Raises CriuFailed."""
         if code := process.wait():
             self._words.seek(0)
-            raise criu.failure("criu restore", code, self._words.read(), self._log)
+            raise criu.failure("criu restore", code, self._words.read(), _kept(self._log))
         self.resumed = time.monotonic()
         self.pid = int(self._pidfile.read_text())
-        self._log.unlink(missing_ok=True)
 
     def result(self, filled: float | None) -> RestoreResult:
         """What came of it; memory was complete at `filled`."""
@@ -231,6 +228,14 @@ class _Run:
             criu_seconds=self.resumed - self.launched,
             filled_seconds=None if filled is None else filled - self.started,
         )
+
+
+def _kept(log: Path) -> Path:
+    """The log of a failure outlives the folder for CRIU."""
+    fd, kept = tempfile.mkstemp(prefix="icefloe-restore-", suffix=".log")
+    with os.fdopen(fd, "wb") as file, suppress(FileNotFoundError):
+        file.write(log.read_bytes())
+    return Path(kept)
 
 
 def _restore_lazily(

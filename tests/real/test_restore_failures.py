@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -151,11 +149,10 @@ def damage(store: Path) -> None:
 
 
 def test_the_log_is_kept(criu: Criu, heap: Heap, store: Path) -> None:
-    """Of a restore that failed, and only of that."""
+    """Of a restore that failed, and nothing else."""
     heap.record.rename(heap.record.with_name("hidden"))
-    _, said = fails(store, environment(criu), "worker")
-    log = Path(said.rpartition("its log is ")[2].strip())
-    assert "Error" in log.read_text()
-    log.unlink()
-    shutil.rmtree(store)
-    assert not list(Path(tempfile.gettempdir()).glob(f"icefloe-restore-{os.getpid()}*"))
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are too long for a socket
+        _, said = fails(store, environment(criu) | {"TMPDIR": folder}, "worker")
+        log = Path(said.rpartition("its log is ")[2].strip())
+        assert "Error" in log.read_text()
+        assert list(Path(folder).iterdir()) == [log]
