@@ -391,7 +391,12 @@ def test_restores_that_cannot_be_meant(filled: Line) -> None:
     criu.chmod(0o755)
 
     def restore(*words: str) -> Ended:
-        store = ["--store", filled.folder / "store", "--config", filled.folder / "config.toml"]
+        store: list[str | Path] = [
+            "--store",
+            filled.folder / "store",
+            "--config",
+            filled.folder / "config.toml",
+        ]
         return run_apart(*store, "restore", *words)
 
     (filled.folder / "config.toml").write_text(f'capture.criu = "{criu}"')

@@ -64,7 +64,7 @@ def all_pids() -> list[int]:
 def belongs(pid: int, session: int) -> bool:
     """Whether a process is of the session, or was to become its leader."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return False
     fields = stat.rpartition(")")[2].split()

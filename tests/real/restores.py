@@ -154,7 +154,8 @@ def threads_of(pid: int) -> int:
 def state_of(pid: int) -> str | None:
     """The state letter of a process, None when there is none of this pid."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return stat.rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return None
 
