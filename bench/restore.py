@@ -205,6 +205,7 @@ def measure(made: Checkpoint, door: Callable[[Checkpoint, float], Measured]) -> 
         measured = door(made, started)
         checks = made.steps()
         assert checks is not None
+        os.kill(made.pid, signal.SIGUSR1)
         wait_for(lambda: (made.steps() or checks)[1] > checks[1], "a full check of the memory")
     finally:
         measured_resident = sampler.stop()

@@ -139,8 +139,8 @@ def _descendants() -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):
-                # proc_pid_stat(5): after the name in brackets, which may be anything, come the state
-                # and the parent.
+                # proc_pid_stat(5): after the name in brackets, which may hold any bytes, come the
+                # state and the parent.
                 state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
                 children.setdefault(int(parent), []).append((int(entry.name), state in b"ZX"))
     ahead = [os.getpid()]
