@@ -54,8 +54,8 @@ class LazyDoor:
     def let_go(self) -> None:
         """Gives memory back to the kernel, which makes what was not filled by now zero."""
         self._fill.stop()
-        for space in list(self._watched.values()):
-            self._let_go(space)
+        for fd in list(self._held):
+            self._let_go(fd)
 
     def close(self) -> None:
         """Ends the threads. Memory stays as it is, and whoever waits for it keeps waiting."""
@@ -69,34 +69,36 @@ class LazyDoor:
 
         `criu_ended` tells whether CRIU has given up.
         """
-        self._listener.settimeout(_LOOK_SECONDS)
-        while self._connection is None:
-            try:
-                self._connection = self._listener.accept()[0]
-            except TimeoutError:
-                if criu_ended():
-                    raise CriuFailed(
-                        "CRIU ended before it asked for memory", "see its log"
-                    ) from None
-        self._connection.settimeout(None)
+        _wait_for(self._listener, criu_ended)
+        self._connection = self._listener.accept()[0]
         for _ in self._plan.tasks:
-            self._take_process(self._connection)
+            self._take_process(self._connection, criu_ended)
         self._poll.register(self._connection.fileno(), select.POLLIN)
         self._fill.start()
 
-    def _take_process(self, connection: socket.socket) -> None:
-        (pid,) = _PID.unpack(_receive(connection, _PID.size))
+    def _take_process(self, connection: socket.socket, criu_ended: Callable[[], bool]) -> None:
+        _wait_for(connection, criu_ended)
+        word = connection.recv(_PID.size, socket.MSG_WAITALL)
+        if len(word) < _PID.size:
+            raise CriuFailed("CRIU gave up while it restored", "see its log")
+        (pid,) = _PID.unpack(word)
         if pid < 0:
             return
+        _wait_for(connection, criu_ended)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        for fd in fds:
+            self._hold(fd)
         if not fds or pid not in self._plan.tasks:
             raise CriuFailed(f"CRIU sent no memory of process {pid}", "see its log")
-        os.set_inheritable(fds[0], False)
         self._watch(self._fill.add_space(self._plan.tasks.index(pid), fds[0]))
+
+    def _hold(self, fd: int) -> None:
+        """Nobody closes it before `let_go`: neither we nor, as long as it guards, the guard."""
+        os.set_inheritable(fd, False)
+        self._held[fd] = self._guard.hold(fd)
 
     def _watch(self, space: Space) -> None:
         self._watched[space.fd] = space
-        self._held[space.fd] = self._guard.hold(space.fd)
         self._poll.register(space.fd, select.POLLIN)
 
     def serve(self, done: Callable[[], bool]) -> None:
@@ -117,7 +119,7 @@ class LazyDoor:
         if self._fill.failure is not None:
             raise self._fill.failure
         for space in self._fill.forget_dead():
-            self._let_go(space)
+            self._let_go(space.fd)
 
     def look_for_dead(self) -> None:
         """Finds out which processes have ended without a word."""
@@ -125,11 +127,11 @@ class LazyDoor:
             if not uffd.is_alive(space.fd):
                 space.alive = False
 
-    def _let_go(self, space: Space) -> None:
-        self._poll.unregister(space.fd)
-        del self._watched[space.fd]
-        os.close(space.fd)
-        self._guard.release(self._held.pop(space.fd))
+    def _let_go(self, fd: int) -> None:
+        if self._watched.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+        os.close(fd)
+        self._guard.release(self._held.pop(fd))
 
     def _hear(self, connection: socket.socket) -> None:
         """The end of the restore, or of CRIU."""
@@ -146,7 +148,7 @@ class LazyDoor:
             if message.event == uffd.PAGEFAULT:
                 self._fill.faulted(Fault(space, message.b & -PAGE))
             elif message.event == uffd.FORK:
-                os.set_inheritable(message.a, False)
+                self._hold(message.a)
                 self._watch(self._fill.fork(space, message.a))
             elif message.event == uffd.REMAP:
                 space.move(message.a, message.b, message.c)
@@ -163,8 +165,14 @@ class LazyDoor:
             uffd.wake(space.fd, start, length)  # whoever waits there must look again
 
 
-def _receive(connection: socket.socket, length: int) -> bytes:
-    content = connection.recv(length, socket.MSG_WAITALL)
-    if len(content) < length:
-        raise CriuFailed("CRIU gave up while it restored", "see its log")
-    return content
+def _wait_for(end: socket.socket, criu_ended: Callable[[], bool]) -> None:
+    """Until something can be read. Raises CriuFailed when CRIU has ended and nothing came.
+
+    The end of CRIU need not end the connection: what it has restored so far may hold on to it.
+    """
+    while True:
+        ended = criu_ended()
+        if select.select([end], [], [], _LOOK_SECONDS)[0]:
+            return
+        if ended:
+            raise CriuFailed("CRIU ended before it had sent all memory", "see its log")

@@ -44,6 +44,9 @@ _RESERVE_BYTES = 1 << 30
 # How often to see whether processes have ended without a word.
 _DEAD_SECONDS = 1.0
 
+# How long CRIU may take to end after it has given up. A process that waits for memory may keep it.
+_GIVING_UP_SECONDS = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreOptions:
@@ -124,7 +127,7 @@ def restore_image(
         stalled=0.0,
         faults=0,
     )
-    tracing.record(store.layout, options.lineage, trace.regions, trace.touches[:0], row)
+    tracing.record(store.layout, options.lineage, None, EMPTY.touches, row)
     return run.result(run.resumed)
 
 
@@ -263,7 +266,9 @@ def _restore_lazily(
                 door.connect(lambda: process.poll() is not None)
                 door.serve(lambda: process.poll() is not None)
             except CriuFailed:
-                run.finish(process)  # knows more, from the log
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_GIVING_UP_SECONDS)
+                    run.finish(process)  # knows more, from the log
                 raise
             run.finish(process)
         if not options.fill:

@@ -35,12 +35,20 @@ def load(layout: Layout, lineage: str) -> Trace:
     return traces.decode(content) or EMPTY
 
 
-def record(layout: Layout, lineage: str, regions: Columns, touches: Columns, run: Columns) -> bool:
-    """Merges one restore into the lineage's trace. False when the store can't be written."""
+def record(
+    layout: Layout, lineage: str, regions: Columns | None, touches: Columns, run: Columns
+) -> bool:
+    """Merges one restore into the lineage's trace. False when the store can't be written.
+
+    A restore that saw no touches has no `regions` either.
+    """
     try:
         durable.make_folder(layout.traces)
         with _alone(layout.traces):
-            merged = traces.merge(load(layout, lineage), regions, touches, run)
+            known = load(layout, lineage)
+            merged = traces.merge(
+                known, known.regions if regions is None else regions, touches, run
+            )
             durable.publish(layout.trace(lineage), traces.encode(merged))
     except (NoSpace, NotWritable, OSError):
         return False
@@ -84,10 +92,10 @@ def touches_of(found: Sequence[Touch], regions: Columns) -> Columns:
         with suppress(IndexError):  # a task without any region was never touched
             at = np.searchsorted(regions["start"][own], places[mine], side="right") - 1
             region[mine] = own[np.maximum(at, 0)]
-    known = region >= 0
-    rows["region"][known] = region[known]
-    starts = regions["start"][np.maximum(region, 0)] if len(regions) else places
+    rows["region"] = np.maximum(region, 0)
+    starts = regions["start"][rows["region"]] if len(regions) else places
     rows["page"] = (places - starts) // np.uint64(PAGE)
+    known = (region >= 0) & traces.inside(rows, regions)
     late = np.array([touch.seconds * 1000 for touch in found])
     rows["milliseconds"] = np.clip(late, 0, 0xFFFFFFFF).astype(np.uint32)
     return rows[known]

@@ -23,6 +23,7 @@ VERSION = 1
 MAGIC = b"ICEFTRAC"
 HEADER = struct.Struct("<8sIIII")
 _DIGEST = 32
+_PAGE = 4096
 
 REGION_DTYPE = np.dtype([("start", "<u8"), ("length", "<u8"), ("task", "<u4"), ("reserved", "<u4")])
 """A memory area: address and length in bytes, and the process's position in the tree."""
@@ -130,7 +131,16 @@ def fit(trace: Trace, regions: Columns) -> Columns:
             target[i] = spare[key].pop(0)
     fitted: Columns = trace.touches[target[trace.touches["region"]] >= 0]
     fitted["region"] = target[fitted["region"]]
-    return fitted
+    return fitted[inside(fitted, regions)]
+
+
+def inside(touches: Columns, regions: Columns) -> NDArray[np.bool_]:
+    """Which touches are of a page that their region has."""
+    if not len(regions):
+        return np.zeros(len(touches), np.bool_)
+    pages = regions["length"] // np.uint64(_PAGE)
+    found: NDArray[np.bool_] = touches["page"] < pages[touches["region"]]
+    return found
 
 
 def _keys(regions: Columns, field: str) -> list[tuple[int, int]]:
@@ -143,6 +153,8 @@ def merge(trace: Trace, regions: Columns, touches: Columns, run: Columns) -> Tra
     A page counts by the earliest time it was touched at: what a replay brings in ahead isn't
     seen to be touched, and keeps its place.
     """
+    regions = regions[:MAX_REGIONS]
+    touches = touches[touches["region"] < len(regions)]
     joined = np.concatenate([fit(trace, regions), touches])
     joined = joined[np.argsort(joined["milliseconds"], kind="stable")]
     places = joined["region"].astype(np.uint64) << np.uint64(48) | joined["page"]

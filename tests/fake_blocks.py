@@ -21,7 +21,6 @@ from icefloe.errors import MissingPack
 from icefloe.store.layout import Layout
 from icefloe.store.manifest import ZERO
 
-
 BLOCK_PAGES = 16
 ZEROS = digest(bytes(PAGE))
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import mmap
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -35,7 +36,7 @@ libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Puppet:
-    """A running process. `address` is where its memory is, `fd` its userfaultfd."""
+    """A running process. `address` is where its memory is, `fd` its userfaultfd (-1: sent on)."""
 
     def __init__(self, pages: int, register: bool = True) -> None:
         self._ours, theirs = socket.socketpair()
@@ -58,6 +59,7 @@ class Puppet:
         trace: TracebackType | None,
     ) -> None:
         self.kill()
+        os.close(self.fd) if self.fd >= 0 else None
 
     def kill(self) -> None:
         """Ends it. The descriptor stays open."""
@@ -69,6 +71,10 @@ class Puppet:
         """An order whose answer is fetched later."""
         self._lines.write(json.dumps([order, *numbers]) + "\n")
         self._lines.flush()
+
+    def answered(self) -> bool:
+        """Whether an answer can be fetched."""
+        return bool(select.select([self._ours], [], [], 0)[0])
 
     def answer(self, seconds: float = 20.0) -> Any:
         """The answer to the oldest order."""

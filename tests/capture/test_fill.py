@@ -28,6 +28,7 @@ from icefloe.errors import MissingPack
 
 pytestmark = pytest.mark.skipif(uffd.probe() is not None, reason=f"userfaultfd: {uffd.probe()}")
 
+
 class Served:
     """A fill at work, with its events read until it is closed."""
 

@@ -2,7 +2,7 @@
 
 `tests/vectors/` holds small files that every reader of format 1 has to understand. They change
 only when the format gets a new number. `python tests/store/test_vectors.py --write` makes them
-anew; a difference that git then shows is a change of the format.
+anew (test_trace.py the traces); a difference that git then shows is a change of the format.
 """
 
 import json
