@@ -2,9 +2,11 @@
 
 import os
 import re
+import select
 import shutil
+import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -35,6 +37,9 @@ _ADVICE = (
 )
 
 _LOG_BYTES = 1 << 20
+
+# How often to see whether CRIU has ended while it should say something.
+_LOOK_MILLISECONDS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,21 @@ def find_criu(program: str) -> Criu:
 def _unusable(program: str, error: Exception) -> CriuFailed:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return CriuFailed(f"cannot run {program} ({reason})", "name a working CRIU")
+
+
+def wait_for_criu(end: socket.socket, ended: Callable[[], bool]) -> None:
+    """Until CRIU has something to say. Raises CriuFailed when it has `ended` and said nothing.
+
+    The end of CRIU need not end a connection: what it has restored so far may hold on to it.
+    """
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    while True:
+        over = ended()
+        if poll.poll(_LOOK_MILLISECONDS):
+            return
+        if over:
+            raise CriuFailed("CRIU ended in the middle of the restore", "see its log")
 
 
 def require_root() -> None:

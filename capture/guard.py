@@ -10,12 +10,14 @@ If the parent dies, the child goes on and finishes the fill.
 
 import ctypes
 import os
+import resource
 import select
 import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -23,10 +25,14 @@ from types import FrameType
 # <linux/prctl.h>: what the child restores, and whatever that starts, stays below the parent.
 _SET_CHILD_SUBREAPER = 36
 
-_RELEASE = struct.Struct("<Q")
+# What the child says: "+" with a descriptor to hold or "-" for one to release, and its token.
+_WORD = struct.Struct("<cQ")
 
 # How often the parent buries what has died meanwhile, as init would.
 _LOOK_MILLISECONDS = 200
+
+# How often to look whether what was killed is gone.
+_DYING_SECONDS = 0.005
 
 
 class Guard:
@@ -41,14 +47,14 @@ class Guard:
         self._count += 1
         if self._channel is not None:
             with suppress(OSError):  # the parent is gone: nobody guards, and the fill goes on
-                socket.send_fds(self._channel, [b"+"], [fd])
+                socket.send_fds(self._channel, [_WORD.pack(b"+", self._count)], [fd])
         return self._count
 
     def release(self, token: int) -> None:
         """The parent may let go of it."""
         if self._channel is not None:
             with suppress(OSError):
-                self._channel.send(_RELEASE.pack(token))
+                self._channel.send(_WORD.pack(b"-", token))
 
 
 def stand_guard() -> Guard:
@@ -58,10 +64,19 @@ def stand_guard() -> Guard:
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # Each process restored takes a descriptor here and there.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # may have come ignored: then nothing waits
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    others = frozenset(_descendants(frozenset()))
+    forwarded = {signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         ours.close()
         return Guard(theirs)
     theirs.close()
@@ -70,43 +85,53 @@ def stand_guard() -> Guard:
         with suppress(ProcessLookupError):
             os.kill(child, number)
 
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGHUP, forward)
+    for number in forwarded:
+        signal.signal(number, forward)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child as well
-    os._exit(_watch(child, ours))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os._exit(_watch(child, ours, others))
 
 
-def _watch(child: int, channel: socket.socket) -> int:
+def _watch(child: int, channel: socket.socket, others: Set[int]) -> int:
     """Holds descriptors until the child ends; returns the exit code."""
     held: dict[int, int] = {}
-    count = 0
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     status: int | None = None
     while status is None:
         if poll.poll(_LOOK_MILLISECONDS):
-            message, fds, _, _ = socket.recv_fds(channel, _RELEASE.size, 1)
-            if fds:
-                count += 1
-                held[count] = fds[0]
-            elif message:
-                os.close(held.pop(_RELEASE.unpack(message)[0]))
-            else:
+            message, fds, _, _ = socket.recv_fds(channel, _WORD.size, 1)
+            if not message:
                 status = os.waitpid(child, 0)[1]
                 break
+            word, token = _WORD.unpack(message)
+            if word == b"-" and token in held:
+                os.close(held.pop(token))
+            elif word == b"+" and fds:
+                held[token] = fds[0]
+            elif word == b"+":  # a limit of descriptors: what can't be guarded must not go on
+                os.kill(child, signal.SIGKILL)
         status = _bury(child)
     code = os.waitstatus_to_exitcode(status)
+    channel.close()  # one descriptor at least is left to look into /proc with
     if code:
-        kill_descendants()
+        kill_descendants(others)
     if code < 0:
-        name = signal.Signals(-code).name
-        print(
-            f"icefloe: the restore was ended by {name}: what it had restored was killed, because "
-            "its memory was not complete; run it again",
-            file=sys.stderr,
-        )
+        with suppress(OSError):
+            print(
+                f"icefloe: the restore was ended by {_name(-code)}: what it had restored was "
+                "killed, because its memory was not complete; run it again",
+                file=sys.stderr,
+            )
         return 128 - code
     return code
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _bury(child: int) -> int | None:
@@ -122,19 +147,20 @@ def _bury(child: int) -> int | None:
             return None
 
 
-def kill_descendants() -> None:
-    """Kills every process below this one and reaps those that fall to it."""
-    while living := list(_descendants()):
+def kill_descendants(others: Set[int]) -> None:
+    """Kills every process below this one but for `others`, and reaps those that fall to it."""
+    while living := list(_descendants(others)):
         for pid in living:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(-1, 0)
+        _bury(0)
+        time.sleep(_DYING_SECONDS)
     _bury(0)
 
 
-def _descendants() -> Iterator[int]:
-    """Living processes below this one; zombies don't count, but their children do."""
+def _descendants(others: Set[int]) -> Iterator[int]:
+    """Living processes below this one. Zombies don't count, but their children do; `others`, and
+    what is below them, don't either."""
     children: dict[int, list[tuple[int, bool]]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -142,10 +168,13 @@ def _descendants() -> Iterator[int]:
                 # proc_pid_stat(5): after the name in brackets, which may hold any bytes, come the
                 # state and the parent.
                 state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-                children.setdefault(int(parent), []).append((int(entry.name), state in b"ZX"))
+                # One whose first thread has ended looks dead while others run.
+                dead = state in b"ZX" and len(os.listdir(entry / "task")) <= 1
+                children.setdefault(int(parent), []).append((int(entry.name), dead))
     ahead = [os.getpid()]
     while ahead:
         for pid, dead in children.get(ahead.pop(), ()):
-            ahead.append(pid)
-            if not dead:
-                yield pid
+            if pid not in others:
+                ahead.append(pid)
+                if not dead:
+                    yield pid

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from icefloe.capture import uffd
+from icefloe.capture.criu import wait_for_criu
 from icefloe.capture.fill import Fault, Fill, Plan
 from icefloe.capture.guard import Guard
 from icefloe.capture.images import PAGE
@@ -69,7 +70,7 @@ class LazyDoor:
 
         `criu_ended` tells whether CRIU has given up.
         """
-        _wait_for(self._listener, criu_ended)
+        wait_for_criu(self._listener, criu_ended)
         self._connection = self._listener.accept()[0]
         for _ in self._plan.tasks:
             self._take_process(self._connection, criu_ended)
@@ -77,14 +78,14 @@ class LazyDoor:
         self._fill.start()
 
     def _take_process(self, connection: socket.socket, criu_ended: Callable[[], bool]) -> None:
-        _wait_for(connection, criu_ended)
+        wait_for_criu(connection, criu_ended)
         word = connection.recv(_PID.size, socket.MSG_WAITALL)
         if len(word) < _PID.size:
             raise CriuFailed("CRIU gave up while it restored", "see its log")
         (pid,) = _PID.unpack(word)
         if pid < 0:
             return
-        _wait_for(connection, criu_ended)
+        wait_for_criu(connection, criu_ended)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         for fd in fds:
             self._hold(fd)
@@ -163,16 +164,3 @@ class LazyDoor:
         self._fill.read_events(space, take)
         for start, length in left:
             uffd.wake(space.fd, start, length)  # whoever waits there must look again
-
-
-def _wait_for(end: socket.socket, criu_ended: Callable[[], bool]) -> None:
-    """Until something can be read. Raises CriuFailed when CRIU has ended and nothing came.
-
-    The end of CRIU need not end the connection: what it has restored so far may hold on to it.
-    """
-    while True:
-        ended = criu_ended()
-        if select.select([end], [], [], _LOOK_SECONDS)[0]:
-            return
-        if ended:
-            raise CriuFailed("CRIU ended before it had sent all memory", "see its log")

@@ -157,10 +157,11 @@ def _restore_streaming(run: "_Run", files: CriuFiles) -> None:
     door = StreamDoor(run.folder, files)
     try:
         with run.criu("--stream") as process:
-            door.serve(lambda: process.poll() is not None)
+            with run.blaming(process):
+                door.serve(lambda: process.poll() is not None)
             run.finish(process)
     except CriuFailed as error:
-        door.close()
+        door.close(_GIVING_UP_SECONDS)
         raise door.failure or error from error
     door.close()
     if door.failure is not None:
@@ -214,6 +215,17 @@ class _Run:
             finally:
                 process.wait()
 
+    @contextmanager
+    def blaming(self, process: "subprocess.Popen[bytes]") -> Iterator[None]:
+        """A CriuFailed from within becomes what CRIU itself says, if it ends as well."""
+        try:
+            yield
+        except CriuFailed:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GIVING_UP_SECONDS)
+                self.finish(process)
+            raise
+
     def finish(self, process: "subprocess.Popen[bytes]") -> None:
         """Waits for CRIU's end; the processes run. Raises CriuFailed."""
         if code := process.wait():
@@ -262,14 +274,9 @@ def _restore_lazily(
     door = LazyDoor(run.folder, plan, fill, guard)
     try:
         with run.criu("--lazy-pages") as process:
-            try:
+            with run.blaming(process):
                 door.connect(lambda: process.poll() is not None)
                 door.serve(lambda: process.poll() is not None)
-            except CriuFailed:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_GIVING_UP_SECONDS)
-                    run.finish(process)  # knows more, from the log
-                raise
             run.finish(process)
         if not options.fill:
             source.pin()

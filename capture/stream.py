@@ -10,10 +10,12 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from icefloe.capture.criu import wait_for_criu
 from icefloe.capture.directory import CriuFiles
 from icefloe.errors import CriuFailed, IcefloeError
 
@@ -29,8 +31,6 @@ _MISSING = _LENGTH.pack(2) + bytes((1 << 3, 0))
 
 # Larger pipes are a known trouble of CRIU's; a smaller one costs a switch for every 64 KiB.
 _PIPE_BYTES = 1 << 20
-
-_LOOK_SECONDS = 0.1
 
 
 class StreamDoor:
@@ -52,34 +52,33 @@ class StreamDoor:
 
     def serve(self, criu_ended: Callable[[], bool]) -> None:
         """Answers until CRIU needs no more files, or has ended. Raises CriuFailed."""
-        self._listener.settimeout(_LOOK_SECONDS)
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-                break
-            except TimeoutError:
-                if criu_ended():
+        wait_for_criu(self._listener, criu_ended)
+        connection, _ = self._listener.accept()
+        with connection, suppress(ConnectionError):  # as good as its end
+            while True:
+                wait_for_criu(connection, criu_ended)
+                if (name := _request(connection)) is None:
                     return
-        connection.settimeout(None)
-        with connection:
-            while (name := _request(connection)) is not None:
-                self._answer(connection, name)
+                self._answer(connection, name, criu_ended)
 
-    def close(self) -> None:
-        """Waits until the last file is written; CRIU must have ended."""
+    def close(self, seconds: float | None = None) -> None:
+        """Waits until the last file is written, `seconds` at most; CRIU must have ended."""
         self._listener.close()
+        until = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
-    def _answer(self, connection: socket.socket, name: str) -> None:
+    def _answer(self, connection: socket.socket, name: str, criu_ended: Callable[[], bool]) -> None:
         if not self._files.has(name):
             connection.sendall(_MISSING)
             return
         connection.sendall(_EXISTS)
+        wait_for_criu(connection, criu_ended)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         if not fds:
             raise CriuFailed(f"CRIU sent no pipe for {name}", "see its log")
-        thread = threading.Thread(target=self._write, args=(name, fds[0]), name="stream")
+        # When CRIU is killed, what it has started may keep a pipe open: nobody waits for that.
+        thread = threading.Thread(target=self._write, args=(name, fds[0]), daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -96,6 +95,9 @@ class StreamDoor:
             pass  # CRIU has read what it wanted
         except IcefloeError as error:
             self.failure = self.failure or error
+        except OSError as error:
+            reason = f"cannot give {name} to CRIU ({error})"
+            self.failure = self.failure or CriuFailed(reason, "see its log")
         finally:
             os.close(fd)
 

@@ -189,6 +189,8 @@ class CriuFailed(IcefloeError):
 class RestoreAborted(IcefloeError):
     """A restore that failed when its process may have run already: the process was killed."""
 
+    exit_code = 9  # or that of its cause
+
     def __init__(self, cause: IcefloeError) -> None:
         super().__init__(f"{cause.happened}; what had been restored was killed", cause.advice)
         self.exit_code = cause.exit_code

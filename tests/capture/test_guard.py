@@ -121,10 +121,10 @@ def end(who: Guarded) -> None:
 
 
 @contextmanager
-def guarded(script: str, folder: Path, *names: Path) -> Iterator[Guarded]:
+def guarded(script: str, folder: Path, *names: Path, tools: str = TOOLS) -> Iterator[Guarded]:
     """A script at work, its output in files. Orphans that the guard leaves behind fall to us."""
     life, theirs = os.pipe()
-    command = [sys.executable, "-c", TOOLS + script, str(theirs), *map(str, names)]
+    command = [sys.executable, "-c", tools + script, str(theirs), *map(str, names)]
     with os.fdopen(life, "rb"), open(folder / "out", "w") as out, open(folder / "err", "w") as err:
         guard = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=out, stderr=err, pass_fds=[theirs], text=True
@@ -160,6 +160,74 @@ def test_a_child_that_fails_takes_all_along(tmp_path: Path, by: signal.Signals |
         assert who.ended and not any(map(state_of, who.said.values()))
     told = rf"icefloe: .* by {by.name}: .* killed.*; run it again\n" if by else ""
     assert re.fullmatch(told, (tmp_path / "err").read_text())
+
+
+@pytest.mark.parametrize("child", [True, False])
+def test_one_whose_first_thread_has_ended_is_no_zombie(tmp_path: Path, child: bool) -> None:
+    """It looks like one in /proc, and its child needn't fall to the guard."""
+    script = f"""
+import threading
+def odd():
+    if {child}:
+        fork(linger, "grandson")
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    tell("odd")
+    ctypes.CDLL(None).pthread_exit(None)
+fork(odd)
+sys.stdin.readline()
+sys.exit(9)
+"""
+    with guarded(script, tmp_path) as who:
+        hear(who, "odd", *["grandson"] * child)
+        wait_until(lambda: state_of(who.said["odd"]) == "Z", PATIENCE, "its first thread's end")
+        order(who, "fail")
+        assert who.guard.wait(PATIENCE) == 9
+        listen(who, 0)
+        assert who.ended
+
+
+def test_who_was_there_before_is_spared(tmp_path: Path) -> None:
+    """As `helper & exec icefloe restore ...` makes it."""
+    before = TOOLS.replace("guard = stand_guard()", 'fork(linger, "helper")\nguard = stand_guard()')
+    with guarded("start_family(); sys.exit(9)", tmp_path, tools=before) as who:
+        assert who.guard.wait(PATIENCE) == 9
+        hear(who, "helper", *FAMILY)
+        assert living(who, "helper") and not any(state_of(who.said[name]) for name in LASTING)
+
+
+@pytest.mark.parametrize(
+    ("before", "script", "code"),
+    [
+        ("signal.signal(signal.SIGCHLD, signal.SIG_IGN)", "sys.exit(0)", 0),
+        ("signal.signal(signal.SIGCHLD, signal.SIG_IGN)", "sys.exit(9)", 9),
+        ("os.close(1); sys.stdout = None", "sys.exit(0)", 0),
+        ("os.close(2); os.open('/dev/full', os.O_WRONLY)", "os.kill(os.getpid(), 9)", 137),
+        ("", "os.kill(os.getpid(), 40)", 168),
+    ],
+)
+def test_odd_surroundings(tmp_path: Path, before: str, script: str, code: int) -> None:
+    tools = TOOLS.replace("guard = stand_guard()", f"{before}\nguard = stand_guard()")
+    with guarded(f"start_family(); {script}", tmp_path, tools=tools) as who:
+        assert who.guard.wait(PATIENCE) == code
+        hear(who, *FAMILY)
+        assert any(state_of(who.said[name]) for name in LASTING) is (code == 0)
+
+
+def test_a_descriptor_that_cannot_be_held(tmp_path: Path) -> None:
+    """What the guard can't hold must not run on."""
+    script = """
+import resource
+start_family()
+last = max(map(int, os.listdir(f"/proc/{os.getppid()}/fd")))
+resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (last + 1, last + 1))
+for _ in range(last + 1):
+    guard.hold(0)
+time.sleep(60)
+"""
+    with guarded(script, tmp_path) as who:
+        assert who.guard.wait(PATIENCE) == 137
+        listen(who, 0)
+        assert who.ended
 
 
 def test_what_was_restored_lives_on(tmp_path: Path) -> None:

@@ -186,13 +186,34 @@ def test_the_last_file_arrives_after_criu_has_hung_up(files: CriuFiles) -> None:
 
 
 def test_nothing_more_is_asked(files: CriuFiles) -> None:
-    """CRIU ends without connecting; it hangs up, even within a length."""
-    with opened(files) as (_, serving):
-        assert not serving.done()
-    serving.result(PATIENCE)
-    for head in (b"", WORD.pack(9)[:3]):
+    """CRIU hangs up, even within a length, or before it has its answers."""
+    for head in (b"", WORD.pack(9)[:3], ASKED, ASKED * 2):
         with restoring(files) as criu:
             criu.sendall(head)
+
+
+@pytest.mark.parametrize("connects", [False, True])
+def test_criu_is_killed(files: CriuFiles, connects: bool) -> None:
+    """Its tasks may keep the connection: no end of file comes, and yet nothing else will."""
+    with tempfile.TemporaryDirectory() as folder, chdir(folder), ExitStack() as stack:
+        door = StreamDoor(Path(folder), files)
+        stack.callback(door.close)
+        if connects:
+            with connected() as criu:
+                stack.enter_context(criu.dup())
+        with pytest.raises(CriuFailed, match="CRIU ended"):
+            door.serve(lambda: True)
+
+
+def test_a_pipe_that_cannot_be_written(files: CriuFiles) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader), os.fdopen(writer), opened(files) as (door, serving):
+        with connected() as criu:
+            assert ask(criu, CORE)
+            socket.send_fds(criu, [b"\0"], [reader])
+        serving.result(PATIENCE)
+    with pytest.raises(CriuFailed, match=f"cannot give {CORE} to CRIU"):
+        raise door.failure or AssertionError
 
 
 ASKED = WORD.pack(len(CORE) + 2) + made.nested(1, CORE.encode())
