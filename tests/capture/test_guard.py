@@ -226,6 +226,7 @@ time.sleep(60)
 """
     with guarded(script, tmp_path) as who:
         assert who.guard.wait(PATIENCE) == 137
+        listen(who, 0)  # what was said before
         listen(who, 0)
         assert who.ended
 
