@@ -1,5 +1,6 @@
 # Everything runs from .venv and .cache; nothing is installed elsewhere.
 PYTHON ?= python3
+PYTEST_ARGS ?= -n 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

@@ -249,7 +249,7 @@ class Redis(Workload):
     def ready(self) -> bool:
         try:
             return self._ask([b"PING"]) == [b"PONG"]
-        except (FileNotFoundError, ConnectionRefusedError):
+        except (FileNotFoundError, ConnectionError):  # CRIU has not put it together yet
             return False
 
     def forget(self) -> None:
