@@ -1,6 +1,7 @@
 """RocksDB through rocksdict: opening it, its settings, its errors."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,9 @@ _MAX_OPEN_FILES = 256
 
 # rocksdict's file of settings; all of them are given when a database is opened.
 _CONFIG = "rocksdict-config.json"
+
+# How long closing waits for a thread that is still at work in the database.
+_BORROWED_SECONDS = 5.0
 
 _NOT_IN_VIEW = {_CONFIG, "LOCK", "LOG"}
 
@@ -82,6 +86,19 @@ def _view(path: Path) -> TemporaryDirectory[str]:
             view.cleanup()
             raise
     return view
+
+
+def _close(each: Rdict) -> None:
+    """Waits for a thread that is asking it something at this moment, as one may after Ctrl-C."""
+    deadline = time.monotonic() + _BORROWED_SECONDS
+    while True:
+        try:
+            each.close()
+            return
+        except RuntimeError as error:  # PyO3's, for an object that another thread is in
+            if "borrowed" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.001)
 
 
 class Database:
@@ -137,9 +154,8 @@ class Database:
         if not tables_open:
             return
         with self.errors():
-            for table in tables_open.values():
-                table.close()
-            self._db.close()
+            for each in (*tables_open.values(), self._db):
+                _close(each)
         self._clean_up()
 
     def get(self, table: str, key: bytes) -> bytes | None:

@@ -73,7 +73,7 @@ def opened(
         source.held.set()
         door.close()
         door.let_go()
-    assert others() == before
+    assert others() <= before  # what other tests forgot may go meanwhile
     assert source.opened == source.closed
 
 

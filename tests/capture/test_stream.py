@@ -83,7 +83,7 @@ def opened(files: CriuFiles) -> Iterator[tuple[StreamDoor, Future[None]]]:
             ended.set()
             wait([serving], PATIENCE)
             door.close()
-    assert descriptors() == before
+    assert descriptors() <= before  # what other tests forgot may go meanwhile
 
 
 @contextmanager

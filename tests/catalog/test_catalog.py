@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import small_store
 from small_store import GONE, KIB, NOISE, Tree
 
 from icefloe.catalog import LocalStore, open_store, tables
+from icefloe.catalog.database import Database
 from icefloe.catalog.lock import Lock
 from icefloe.errors import (
     Corrupt,
     CorruptCatalog,
+    IcefloeError,
     ImageNotFound,
     MissingPack,
     StoreBusy,
@@ -241,6 +245,26 @@ def test_traces_go_with_the_last_image_of_their_name(store: LocalStore) -> None:
     assert left() == {traces[0], traces[1]}
     remove(store, [Name("one", "b")])
     assert left() == {traces[1]}
+
+
+def test_closing_waits_for_a_thread_at_work(tmp_path: Path) -> None:
+    """As one is when a command is interrupted."""
+    (tmp_path / "catalog").mkdir()
+    for _ in range(3):
+        database, asked = Database(tmp_path / "catalog", write=True), threading.Event()
+
+        def work(database: Database = database, asked: threading.Event = asked) -> None:
+            with suppress(IcefloeError):  # it is closed at last
+                while True:
+                    database.get_many(tables.BLOCKS, [bytes(32)] * 5000)
+                    asked.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert asked.wait(20)
+        database.close()
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_gc_refuses_to_copy_damage(root: Path) -> None:
