@@ -19,6 +19,9 @@ _OLDEST = (4, 0)
 _VERSION = re.compile(r"Version:\s*(\d+)\.(\d+)")
 _ERROR = re.compile(r"Error \([^)]*\): (.*)")
 
+# Errors that it survives, or that say nothing.
+_NOISE = re.compile(r"RLIMIT_NOFILE|Restoring FAILED|Dumping FAILED")
+
 # What to do about errors that CRIU's own words don't explain. First match wins.
 _ADVICE = (
     (
@@ -117,6 +120,7 @@ def failure(what: str, code: int, words: bytes, log: Path) -> CriuFailed:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LOG_BYTES))
             found = _ERROR.findall(file.read().decode(errors="replace"))
+    found = [line for line in found if not _NOISE.search(line)]
     if not found:
         found = words.decode(errors="replace").strip().splitlines()[-1:]
     reasons = list(dict.fromkeys(line.strip() for line in found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -146,6 +148,22 @@ def damage(store: Path) -> None:
                 for place in range(4 << 20, pack.stat().st_size - (4 << 20), 1 << 20):
                     file.seek(place)
                     file.write(bytes(64))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_it_is_told_to_end(
+    criu: Criu, heap: Heap, store: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before memory is complete: the process goes, and with it all that was made for it."""
+    with nothing_left(heap) as extra:
+        monkeypatch.setenv("TMPDIR", extra["TMPDIR"])
+        with restoring(criu, store, "worker", heap, "--no-fill") as process:
+            heap.advance(1)
+            # A terminal sends SIGINT to both processes.
+            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+            _, said = process.communicate(timeout=20)
+        assert process.returncode == 130, said
+        assert said.strip().startswith("icefloe: interrupted: what was restored was killed"), said
 
 
 def test_the_log_is_kept(criu: Criu, heap: Heap, store: Path) -> None:

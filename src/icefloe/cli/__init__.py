@@ -86,9 +86,9 @@ def _report(error: BaseException, verbose: bool) -> int:
 
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        _say(
-            "interrupted: the store is whole; run it again, or see with `icefloe ls` what was done"
-        )
+        words = (error.__cause__ or error).args  # click wraps it
+        done = "the store is whole; run it again, or see with `icefloe ls` what was done"
+        _say(f"interrupted: {words[0] if words else done}")
         return _INTERRUPTED
     if isinstance(error, IcefloeError):
         _say(str(error))

@@ -1,5 +1,6 @@
 """`restore`: processes come back to life."""
 
+import signal
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,8 @@ def restore(
         raise UsageError(f"--no-fill is no use with --{door}", "leave out one of them")
     config = context.config()
     guard = stand_guard()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     from icefloe.capture.restore import RestoreOptions, lineage_of, restore_image
 
     with context.open() as store:
@@ -61,7 +64,11 @@ def restore(
             fill=not no_fill,
             workers=config.workers,
         )
-        result = restore_image(store, image, options, guard, started)
+        try:
+            result = restore_image(store, image, options, guard, started)
+        except KeyboardInterrupt:
+            words = "what was restored was killed, as its memory was not complete; run it again"
+            raise KeyboardInterrupt(words) from None
     if as_json:
         output.print_json(_json(result))
         return
