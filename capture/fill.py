@@ -1,8 +1,7 @@
 """Puts the memory of a checkpoint into the address spaces of a restored process tree.
 
-A *unit* is what is put in at once: a block with every segment that stands in it, or one segment
-that is zero. Worker threads take units in a given order; a page fault takes its unit first. Each
-unit is claimed by one thread, decoded once, and copied to every space that lacks it.
+Worker threads take units (capture/plan.py) in a given order; a page fault takes its unit first.
+Each unit is claimed by one thread, decoded once, and copied to every space that lacks it.
 
 Between looking up where memory is now and the system call that fills it, nothing may move: a
 thread does both under the lock of its own lane, and who applies an event holds all lanes.
@@ -13,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
@@ -22,13 +21,11 @@ from numpy.typing import NDArray
 
 from icefloe.capture import uffd
 from icefloe.capture.blocks import BATCH, Blocks, BlockSource, Load
-from icefloe.capture.images import PAGE, Columns
+from icefloe.capture.images import PAGE
+from icefloe.capture.plan import Plan
 from icefloe.capture.spaces import Space
 from icefloe.errors import LimitReached
 from icefloe.store.manifest import ZERO
-
-# One system call zeroes at most this: events wait for it, and so do faults.
-_ZERO_PIECE = 16 << 20
 
 # A fault on memory that the checkpoint doesn't name gets this many zero pages at once. They all
 # map the kernel's one zero page, so they cost nothing but page table entries.
@@ -39,17 +36,6 @@ _UNREGISTERED_SECONDS = 0.002
 _CHANGING_SECONDS = 0.0002
 
 _NOBODY = (errno.ESRCH, errno.ENOSPC)  # the process is gone; ENOSPC before Linux 4.18
-
-_ROW_DTYPE = np.dtype(
-    [
-        ("vaddr", "<u8"),
-        ("length", "<u8"),
-        ("offset", "<u4"),
-        ("task", "<u4"),
-        ("number", "<u4"),
-        ("block", "<u4"),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,120 +64,8 @@ class Touch:
     seconds: float
 
 
-class Plan:
-    """All lazy memory of a process tree, by unit and by address.
-
-    `tasks` are pids in the order of the tree, `segments` (memory.SEGMENT_DTYPE) theirs by pid.
-    """
-
-    def __init__(self, tasks: Sequence[int], segments: Mapping[int, Columns], blocks: int) -> None:
-        self.tasks = tuple(tasks)
-        self.blocks = blocks
-        parts = [_rows(task, segments[pid]) for task, pid in enumerate(tasks) if pid in segments]
-        rows = np.concatenate([np.zeros(0, _ROW_DTYPE), *parts])
-        counts = np.bincount(rows["task"], minlength=len(tasks)) if len(rows) else [0] * len(tasks)
-        self.bounds: list[int] = np.cumsum([0, *counts]).tolist()
-        rows["number"] = np.arange(len(rows))
-        zero = rows["block"] == ZERO
-        units = rows["block"].astype(np.int64)
-        units[zero] = blocks + np.flatnonzero(zero)
-        self._by_address = rows
-        # Searching in a column of a table would copy the column every time.
-        self._starts = np.ascontiguousarray(rows["vaddr"])
-        self._ends = self._starts + rows["length"]
-        self._unit_of = units
-        by_unit = np.argsort(units, kind="stable")
-        self._by_unit = rows[by_unit]
-        self._sorted_units = units[by_unit]
-        self.bytes = int(rows["length"].sum())
-
-    @property
-    def units(self) -> int:
-        """Unit numbers are below this."""
-        return self.blocks + len(self._by_address)
-
-    def extent(self, task: int) -> tuple[int, int]:
-        """The lowest and the highest address that a task's lazy memory has."""
-        first, last = self.bounds[task], self.bounds[task + 1]
-        return (int(self._starts[first]), int(self._ends[last - 1])) if first < last else (0, 0)
-
-    def order(self, first: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """Every unit once: those in `first`, then the others by address."""
-        wanted = self._unit_of if first is None else np.concatenate([first, self._unit_of])
-        units, index = np.unique(wanted, return_index=True)
-        ordered: NDArray[np.int64] = units[np.argsort(index)]
-        return ordered
-
-    def rows(self, unit: int) -> list[tuple[int, int, int, int, int, int]]:
-        """The segments of a unit: vaddr, length, offset in the block, task, number, block."""
-        first, last = np.searchsorted(self._sorted_units, (unit, unit + 1)).tolist()
-        found: list[tuple[int, int, int, int, int, int]] = self._by_unit[first:last].tolist()
-        return found
-
-    def row(self, number: int) -> list[tuple[int, int, int, int, int, int]]:
-        """One segment alone."""
-        found: list[tuple[int, int, int, int, int, int]]
-        found = self._by_address[number : number + 1].tolist()
-        return found
-
-    def find(self, task: int, address: int) -> int | None:
-        """The number of the segment at an address."""
-        i = self._before(task, address)
-        return i if i is not None and address < self._ends[i] else None
-
-    def gap(self, task: int, address: int) -> tuple[int, int]:
-        """The addresses around this one, which no segment holds, up to the next segments."""
-        i = self._before(task, address)
-        after = self.bounds[task] if i is None else i + 1
-        low = 0 if i is None else int(self._ends[i])
-        return low, int(self._starts[after]) if after < self.bounds[task + 1] else 1 << 63
-
-    def _before(self, task: int, address: int) -> int | None:
-        """The number of a task's last segment that starts at an address or before."""
-        first, last = self.bounds[task], self.bounds[task + 1]
-        i = int(np.searchsorted(self._starts[first:last], np.uint64(address), side="right"))
-        return first + i - 1 if i else None
-
-    def find_units(
-        self, tasks: NDArray[np.uint32], addresses: NDArray[np.uint64]
-    ) -> NDArray[np.int64]:
-        """The units at these addresses, in order; addresses without any are left out."""
-        found = np.full(len(addresses), -1, np.int64)
-        for task in range(len(self.tasks)):
-            first, last = self.bounds[task], self.bounds[task + 1]
-            mine = np.flatnonzero(tasks == task)
-            if first == last or not len(mine):
-                continue
-            at = np.searchsorted(self._starts[first:last], addresses[mine], side="right") - 1
-            inside = (at >= 0) & (addresses[mine] < self._ends[first + np.maximum(at, 0)])
-            found[mine[inside]] = self._unit_of[first + at[inside]]
-        return found[found >= 0]
-
-    def unit(self, number: int) -> int:
-        """The unit that a segment belongs to."""
-        return int(self._unit_of[number])
-
-
-def _rows(task: int, segments: Columns) -> NDArray[np.void]:
-    """A task's segments, long zero ones cut into pieces."""
-    zero = segments["block"] == ZERO
-    length = segments["length"].astype(np.int64)
-    counts = np.where(zero, -(-length // _ZERO_PIECE), 1)
-    which = np.repeat(np.arange(len(segments)), counts)
-    piece = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = np.zeros(len(which), _ROW_DTYPE)
-    skipped = piece * _ZERO_PIECE
-    rows["vaddr"] = segments["vaddr"][which] + skipped.astype(np.uint64)
-    rest = length[which] - skipped
-    rows["length"] = np.where(zero[which], np.minimum(rest, _ZERO_PIECE), rest)
-    for name in ("offset", "block"):
-        rows[name] = segments[name][which]
-    rows["task"] = task
-    return rows
-
-
 class Fill:
-    """Runs the threads that fill. Events come in through `apply`, faults through `faulted`."""
+    """The threads that fill. Events come in through `read_events`, faults through `faulted`."""
 
     def __init__(
         self, plan: Plan, source: BlockSource, order: NDArray[np.int64] | None, workers: int

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from icefloe.capture import uffd
 from icefloe.capture.criu import wait_for_criu
-from icefloe.capture.fill import Fault, Fill, Plan
+from icefloe.capture.fill import Fault, Fill
 from icefloe.capture.guard import Guard
 from icefloe.capture.images import PAGE
+from icefloe.capture.plan import Plan
 from icefloe.capture.spaces import Space
 from icefloe.errors import CriuFailed
 

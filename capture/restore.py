@@ -20,11 +20,12 @@ from icefloe import durable
 from icefloe.capture import allocator, criu, images, tracing, uffd
 from icefloe.capture.blocks import StoreSource
 from icefloe.capture.directory import CriuFiles, files_for_criu
-from icefloe.capture.fill import Fill, Plan
+from icefloe.capture.fill import Fill
 from icefloe.capture.guard import Guard
 from icefloe.capture.images import Columns
 from icefloe.capture.lazy_pages import LazyDoor
 from icefloe.capture.memory import Memory, load_memories
+from icefloe.capture.plan import Plan
 from icefloe.capture.stored import StoredImage
 from icefloe.capture.stream import StreamDoor
 from icefloe.catalog import LocalStore

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from icefloe import durable
 from icefloe.capture import images
-from icefloe.capture.fill import Plan, Touch
+from icefloe.capture.fill import Touch
 from icefloe.capture.images import PAGE, Columns
 from icefloe.capture.memory import Memory
+from icefloe.capture.plan import Plan
 from icefloe.errors import NoSpace, NotWritable
 from icefloe.store import trace as traces
 from icefloe.store.layout import Layout

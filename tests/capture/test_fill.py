@@ -22,7 +22,8 @@ from fake_blocks import (
 from puppet import PAGE, Puppet, digest
 
 from icefloe.capture import uffd
-from icefloe.capture.fill import Fault, Fill, Plan
+from icefloe.capture.fill import Fault, Fill
+from icefloe.capture.plan import Plan
 from icefloe.capture.spaces import Space
 from icefloe.errors import MissingPack
 

@@ -13,9 +13,10 @@ from fake_blocks import BLOCK_PAGES, BLOCKS, PAGES, ZEROS, FakeSource, layout, s
 from puppet import PAGE, Puppet
 
 from icefloe.capture import uffd
-from icefloe.capture.fill import Fill, Plan
+from icefloe.capture.fill import Fill
 from icefloe.capture.guard import Guard
 from icefloe.capture.lazy_pages import SOCKET, LazyDoor
+from icefloe.capture.plan import Plan
 from icefloe.errors import CriuFailed, MissingPack
 
 pytestmark = pytest.mark.skipif(uffd.probe() is not None, reason=f"userfaultfd: {uffd.probe()}")

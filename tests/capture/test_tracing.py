@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icefloe.capture import tracing
-from icefloe.capture.fill import Plan, Touch
+from icefloe.capture.fill import Touch
 from icefloe.capture.images import AREA_DTYPE, PAGE, Columns
 from icefloe.capture.memory import SEGMENT_DTYPE, Memory
+from icefloe.capture.plan import Plan
 from icefloe.store import trace as traces
 from icefloe.store.layout import Layout
 from icefloe.store.trace import EMPTY, MAX_RUNS, RunDoor, Trace
