@@ -342,17 +342,15 @@ DOORS: dict[str, Callable[[Checkpoint, float], Measured]] = {
 }
 
 
-def contest(
-    made: Checkpoint, doors: Sequence[str], rounds: int, warm_up: bool = True
-) -> dict[str, list[Measured]]:
+def contest(made: Checkpoint, doors: Sequence[str], rounds: int) -> dict[str, list[Measured]]:
     """Restores through every door in turns; the first round warms up the machine's memory."""
     found: dict[str, list[Measured]] = {name: [] for name in doors}
-    for number in range(rounds + warm_up):
+    for number in range(rounds + 1):
         for name in doors:
             measured = measure(made, DOORS[name])
             filled = f"{measured.filled:.2f}" if measured.filled else "-"
             print(f"  {name}: first {measured.first:.3f} s, filled {filled} s", file=sys.stderr)
-            if number or not warm_up:
+            if number:
                 found[name].append(measured)
     return found
 
