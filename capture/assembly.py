@@ -4,8 +4,10 @@ Columns instead of objects: 200 GB of memory have about 700,000 extents.
 """
 
 from array import array
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,19 +30,13 @@ class Assembly:
     def __init__(self) -> None:
         self._numbers: dict[BlockId, int] = {}
         self._lengths = array("I")
-        self._block = array("I")
-        self._offset = array("I")
-        self._length = array("Q")
-        self._start: dict[str, int] = {}
+        # Of each file: block, offset, length; block, offset, length; ...
+        self._rows: dict[str, array[int]] = defaultdict(lambda: array("Q"))
 
     @property
     def blocks(self) -> int:
         """Distinct blocks so far."""
         return len(self._numbers)
-
-    def begin(self, path: str) -> None:
-        """The extents that follow belong to this file."""
-        self._start[path] = len(self._block)
 
     def number(self, block: BlockId, length: int) -> tuple[int, bool]:
         """The number that stands for a block, and whether it is new. Numbers have no order."""
@@ -50,43 +46,37 @@ class Assembly:
             self._lengths.append(length)
         return number, number == count
 
-    def add_zero(self, length: int) -> None:
-        """The next `length` bytes are zero."""
-        self.add(ZERO, 0, length)
+    def add_zero(self, path: str, length: int) -> None:
+        """The next `length` bytes of the file are zero."""
+        self.add(path, ZERO, 0, length)
 
-    def add(self, number: int, offset: int, length: int) -> None:
-        """The next `length` bytes stand in the block with this number at `offset`."""
-        self._block.append(number)
-        self._offset.append(offset)
-        self._length.append(length)
+    def add(self, path: str, number: int, offset: int, length: int) -> None:
+        """The next `length` bytes of the file stand in the block of this number at `offset`."""
+        self._rows[path].extend((number, offset, length))
 
-    def manifest(self, files: Sequence[ImageFile], labels: Mapping[str, str]) -> Manifest:
-        """The image of these entries, in canonical order. Facts are what capture adds later.
-
-        Once: nothing is left of the extents.
-        """
+    def manifest(
+        self, files: Sequence[ImageFile], facts: Mapping[str, Any], labels: Mapping[str, str]
+    ) -> Manifest:
+        """The image of these entries, in canonical order. Once: nothing is left of the extents."""
         owners, ordered = _settle_links(files)
-        extents = np.zeros(len(self._block), EXTENT_DTYPE)
-        extents["block"], extents["offset"] = self._block, self._offset
-        extents["length"] = self._length
-        spans = self._spans()
-        parts = [_merge(extents[slice(*spans[owners[f.path]])]) for f in ordered if f.size]
+        parts = [_merge(self._extents(owners[f.path])) for f in ordered if f.size]
         counts = iter(map(len, parts))
         bounds = np.cumsum([0, *(next(counts) if f.size else 0 for f in ordered)], dtype=np.int64)
-        joined = np.concatenate([extents[:0], *parts])
+        joined = np.concatenate([np.zeros(0, EXTENT_DTYPE), *parts])
         return Manifest(
             files=tuple(ordered),
             bounds=bounds,
             blocks=self._in_order_of_use(joined),
             extents=joined,
-            facts={},
+            facts=facts,
             labels=labels,
         )
 
-    def _spans(self) -> dict[str, tuple[int, int]]:
-        starts = list(self._start.values())
-        ends = [*starts[1:], len(self._block)][: len(starts)]
-        return dict(zip(self._start, zip(starts, ends, strict=True), strict=True))
+    def _extents(self, path: str) -> Extents:
+        rows = np.array(self._rows.pop(path), np.uint64).reshape(-1, 3)
+        extents = np.zeros(len(rows), EXTENT_DTYPE)
+        extents["block"], extents["offset"], extents["length"] = rows.T
+        return extents
 
     def _in_order_of_use(self, extents: Extents) -> NDArray[np.void]:
         """Renumbers the blocks in `extents`; returns them in their new order."""

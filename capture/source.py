@@ -3,9 +3,10 @@
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
@@ -54,10 +55,17 @@ class Checkpoint(Protocol):
         """Called after the last read. Raises SourceChanged when entries came or went."""
 
 
-def grain_of(file: ImageFile) -> Grain:
+def is_page_data(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a file holds memory: CRIU's own, or one whose path or name matches a pattern."""
+    name = path.rpartition("/")[2]
+    if _PAGE_DATA.fullmatch(name):
+        return True
+    return any(fnmatchcase(path, p) or fnmatchcase(name, p) for p in patterns)
+
+
+def grain_of(path: str, size: int, patterns: Sequence[str]) -> Grain:
     """Memory is cut on pages, everything else on 512 bytes."""
-    name = file.path.rpartition("/")[2]
-    pages = _PAGE_DATA.fullmatch(name) and file.size % PAGES.size == 0
+    pages = size % PAGES.size == 0 and is_page_data(path, patterns)
     return PAGES if pages else BYTES
 
 

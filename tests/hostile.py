@@ -16,7 +16,8 @@ import small_store
 from endings import Ended
 from small_store import NOISE, Tree
 
-from icefloe.capture.ingest import IngestOptions, add_checkpoint, open_checkpoint
+from icefloe.capture.add import add_checkpoint, open_checkpoint
+from icefloe.capture.ingest import IngestOptions
 from icefloe.catalog import LocalStore, open_store
 from icefloe.gc.audit import check
 from icefloe.ids import parse_name

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import slow_chunker as slow
 
+from icefloe.capture.add import add_checkpoint, open_checkpoint
 from icefloe.capture.export import export_image
-from icefloe.capture.ingest import AddResult, IngestOptions, add_checkpoint, open_checkpoint
+from icefloe.capture.ingest import AddResult, IngestOptions
 from icefloe.catalog import LocalStore
 from icefloe.ids import BlockId, parse_name
 from icefloe.store.codecs import PolicyName

@@ -608,7 +608,7 @@ def test_parents_that_are_none(store: Path, tmp_path: Path, target: str) -> None
 _INTERRUPTED = """
 import os, shutil, signal, sys, threading
 from pathlib import Path
-import icefloe.capture.ingest, icefloe.gc.removal, icefloe.gc.sweep
+import icefloe.capture.add, icefloe.gc.removal, icefloe.gc.sweep
 from icefloe import cli, durable
 template, folder, words = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 

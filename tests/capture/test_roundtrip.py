@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_store import KIB, NOISE
 
+from icefloe.capture.add import add_checkpoint, open_checkpoint
 from icefloe.capture.export import export_image
-from icefloe.capture.ingest import AddResult, IngestOptions, add_checkpoint, open_checkpoint
+from icefloe.capture.ingest import AddResult, IngestOptions
 from icefloe.capture.windows import SMALL_FILE, WINDOW_BYTES
 from icefloe.catalog import LocalStore, open_store
 from icefloe.errors import BadSource, ExportExists

@@ -116,7 +116,8 @@ def test_a_refused_change_changes_nothing(store: LocalStore) -> None:
 
 def test_a_failed_add_publishes_nothing(store: LocalStore, tmp_path: Path) -> None:
     """A checkpoint that changes while it is read: no image, no name, no line in the journal."""
-    from icefloe.capture.ingest import IngestOptions, add_checkpoint, open_checkpoint
+    from icefloe.capture.add import add_checkpoint, open_checkpoint
+    from icefloe.capture.ingest import IngestOptions
     from icefloe.errors import SourceChanged
 
     before = store.journal.path.read_bytes()

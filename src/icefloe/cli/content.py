@@ -39,7 +39,8 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
 
     PATH is a directory, or a .tar, .tar.gz or .tar.zst archive.
     """
-    from icefloe.capture.ingest import IngestOptions, add_checkpoint, open_checkpoint
+    from icefloe.capture.add import add_checkpoint, open_checkpoint
+    from icefloe.capture.ingest import IngestOptions
     from icefloe.ids import parse_name
 
     started = monotonic()
