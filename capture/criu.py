@@ -6,7 +6,7 @@ import select
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -63,6 +63,26 @@ class Criu:
         except OSError as error:
             raise _unusable(self.program, error) from None
 
+    def start_apart(
+        self, arguments: Sequence[str | Path], words: BinaryIO, environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes]":
+        """Starts it in a session of its own, so that what ends icefloe doesn't end it as well.
+
+        All that it says goes to `words`. Raises CriuFailed.
+        """
+        try:
+            return subprocess.Popen(
+                [self.program, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=words,
+                env={**os.environ, **environment},
+                close_fds=False,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise _unusable(self.program, error) from None
+
 
 def find_criu(program: str) -> Criu:
     """The CRIU of this name or path. Raises CriuFailed when it is missing, broken or too old."""
@@ -108,9 +128,9 @@ def wait_for_criu(end: socket.socket, ended: Callable[[], bool]) -> None:
 
 
 def require_root() -> None:
-    """Raises CriuFailed for a user who can't restore processes."""
+    """Raises CriuFailed for a user for whom CRIU can't work."""
     if os.geteuid() != 0:
-        raise CriuFailed("CRIU can't restore processes for this user", "run it as root")
+        raise CriuFailed("CRIU can't dump or restore processes for this user", "run it as root")
 
 
 def failure(what: str, code: int, words: bytes, log: Path) -> CriuFailed:

@@ -17,10 +17,11 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
+
+from icefloe.capture import processes
 
 # <linux/prctl.h>: what the child restores, and whatever that starts, stays below the parent.
 _SET_CHILD_SUBREAPER = 36
@@ -71,7 +72,7 @@ def stand_guard() -> Guard:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    others = frozenset(_descendants(frozenset()))
+    others = frozenset(process.pid for process in processes.below(os.getpid()))
     forwarded = {signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     child = os.fork()
@@ -149,32 +150,10 @@ def _bury(child: int) -> int | None:
 
 def kill_descendants(others: Set[int]) -> None:
     """Kills every process below this one but for `others`, and reaps those that fall to it."""
-    while living := list(_descendants(others)):
-        for pid in living:
+    while living := list(processes.below(os.getpid(), others)):
+        for process in living:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
         _bury(0)
         time.sleep(_DYING_SECONDS)
     _bury(0)
-
-
-def _descendants(others: Set[int]) -> Iterator[int]:
-    """Living processes below this one. Zombies don't count, but their children do; `others`, and
-    what is below them, don't either."""
-    children: dict[int, list[tuple[int, bool]]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(FileNotFoundError, ProcessLookupError):
-                # proc_pid_stat(5): after the name in brackets, which may hold any bytes, come the
-                # state and the parent.
-                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-                # One whose first thread has ended looks dead while others run.
-                dead = state in b"ZX" and len(os.listdir(entry / "task")) <= 1
-                children.setdefault(int(parent), []).append((int(entry.name), dead))
-    ahead = [os.getpid()]
-    while ahead:
-        for pid, dead in children.get(ahead.pop(), ()):
-            if pid not in others:
-                ahead.append(pid)
-                if not dead:
-                    yield pid

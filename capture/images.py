@@ -21,6 +21,8 @@ _COMMON_MAGIC = 0x54564319
 _PSTREE_MAGIC = 0x50273030
 _PAGEMAP_MAGIC = 0x56084025
 _MM_MAGIC = 0x57492820
+_SERVICE_MAGIC = 0x55105940
+_STATS_MAGIC = 0x57093306
 _MAGICS = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
 
@@ -56,9 +58,25 @@ class Process:
     parent: int
 
 
-def _records(content: bytes, magic: int, path: str) -> tuple[list[int], list[int]]:
+@dataclass(frozen=True, slots=True)
+class DumpTimes:
+    """What `criu dump` says of itself, in seconds.
+
+    `freezing` until all threads stood still, `frozen` from then until they were let go;
+    `collecting` and `writing` their memory are parts of it.
+    """
+
+    freezing: float = 0.0
+    frozen: float = 0.0
+    collecting: float = 0.0
+    writing: float = 0.0
+
+
+def _records(
+    content: bytes, magic: int, path: str, first: int = _COMMON_MAGIC
+) -> tuple[list[int], list[int]]:
     """Where the messages of an image file start and end. Raises BadImage."""
-    if len(content) < _MAGICS.size or _MAGICS.unpack_from(content) != (_COMMON_MAGIC, magic):
+    if len(content) < _MAGICS.size or _MAGICS.unpack_from(content) != (first, magic):
         raise BadImage(path, "it doesn't start with its magic numbers")
     starts, ends, position, length = [], [], _MAGICS.size, len(content)
     while position < length:
@@ -117,6 +135,16 @@ def decode_pstree(content: bytes, path: str) -> tuple[Process, ...]:
     if not found:
         raise BadImage(path, "it holds no process")
     return tuple(found)
+
+
+def decode_dump_stats(content: bytes, path: str) -> DumpTimes:
+    """The times of a stats-dump file (images/stats.proto, in microseconds). Raises BadImage."""
+    for start, end in zip(*_records(content, _STATS_MAGIC, path, _SERVICE_MAGIC), strict=True):
+        for field, first, last in _fields(content, start, end, path):
+            if field == 1 and last:
+                told = {f: value / 1e6 for f, value, _ in _fields(content, first, last, path)}
+                return DumpTimes(*(told.get(number, 0.0) for number in (1, 2, 3, 4)))
+    raise BadImage(path, "it holds no times")
 
 
 def decode_areas(content: bytes, path: str) -> Columns:

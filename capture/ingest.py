@@ -72,7 +72,6 @@ class Durable:
 
     id: BlockId
     manifest: Manifest
-    packs: Sequence[PackId]
 
 
 @dataclass(slots=True)
@@ -122,6 +121,8 @@ class Ingest:
         allocator.keep_freed()
         self.hurried = False
         """Blocks were stored in another way than the policy says."""
+        self.packs: Sequence[PackId] = ()
+        """What was written, once that is finished."""
         self._store = store
         self._assembly = Assembly()
         self._writer = PackWriter(store.layout)
@@ -134,6 +135,7 @@ class Ingest:
         self._workers += options.hurry
         self._progress = progress
         self._reading = threading.Lock()
+        self._counting = threading.Lock()
         self._ready = 0  # workers that read or wait for their turn to
         self._claiming = threading.Lock()
         self._cutting = _Turns()
@@ -146,13 +148,14 @@ class Ingest:
             try:
                 errors = [error for f in futures if (error := f.exception()) is not None]
             except BaseException:  # an interrupt, while waiting
-                self._stop()
+                self._stop(source)
                 raise
         real = [error for error in errors if not isinstance(error, _Stopped)]
         if real:
             raise real[0]
 
-    def _stop(self) -> None:
+    def _stop(self, source: Windows) -> None:
+        source.stop()
         self._cutting.fail()
         self._appending.fail()
 
@@ -174,7 +177,8 @@ class Ingest:
             coded = Encoder("balanced").encode(memoryview(encoded))
             block = StoredBlock(identity, Kind.MANIFEST, coded.codec, len(encoded), coded.payload)
             self._writer.append([block])
-        return Durable(identity, manifest, self._writer.finish())
+        self.packs = self._writer.finish()
+        return Durable(identity, manifest)
 
     def commit(self, image: Durable, name: Name) -> AddResult:
         """Publishes it under a name."""
@@ -183,7 +187,7 @@ class Ingest:
         is_new = catalog.image(image.id) is None
         self._store.commit(
             "add",
-            packs_added=tuple(image.packs),
+            packs_added=tuple(self.packs),
             images_added=(image.id,) if is_new else (),
             names={str(name): image.id},
         )
@@ -212,21 +216,24 @@ class Ingest:
                     worker.buffer = window.buffer
                     self._do_window(window, worker)
         except BaseException:
-            self._stop()
+            self._stop(source)
             raise
 
     def _next(self, source: Windows, buffer: Buffer) -> Window | Group | None:
-        self._ready += 1
+        with self._counting:
+            self._ready += 1
         try:
             with self._reading:
                 return source.take(buffer)
         finally:
-            self._ready -= 1
+            with self._counting:
+                self._ready -= 1
 
     def _encoder(self, worker: "_Worker") -> Encoder:
         """Unless one waits while another reads, coding is what holds up the reading."""
         if not self._hurry or self._ready > 1 or self._policy == "fast":
             return worker.encoder
+        self.hurried = True
         return worker.quick
 
     def _do_group(self, group: Group, worker: "_Worker") -> None:

@@ -6,21 +6,22 @@ the stream one hands it file after file (capture/stream.py).
 """
 
 import os
-import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from icefloe import durable
-from icefloe.capture import allocator, criu, images, tracing, uffd
+from icefloe.capture import allocator, criu, fit, gate, images, scratch, tracing, uffd
 from icefloe.capture.blocks import StoreSource
+from icefloe.capture.cuda import OpenCuda
 from icefloe.capture.directory import CriuFiles, files_for_criu
 from icefloe.capture.fill import Fill
+from icefloe.capture.fit import Mismatch
 from icefloe.capture.guard import Guard
 from icefloe.capture.images import Columns
 from icefloe.capture.lazy_pages import LazyDoor
@@ -28,6 +29,7 @@ from icefloe.capture.memory import Memory, load_memories
 from icefloe.capture.plan import Plan
 from icefloe.capture.stored import StoredImage
 from icefloe.capture.stream import StreamDoor
+from icefloe.capture.waking import Waking
 from icefloe.catalog import LocalStore
 from icefloe.errors import CriuFailed, IcefloeError, RestoreAborted
 from icefloe.ids import BlockId, IdPrefix, Name
@@ -38,9 +40,6 @@ DoorName = Literal["lazy", "eager", "stream"]
 _PSTREE = "pstree.img"
 
 _MAX_WORKERS = 16
-
-_MEMORY = Path("/dev/shm")
-_RESERVE_BYTES = 1 << 30
 
 # How often to see whether processes have ended without a word.
 _DEAD_SECONDS = 1.0
@@ -55,6 +54,8 @@ class RestoreOptions:
 
     `lineage` names the trace that is replayed and added to; without a `door`, it decides.
     `fill`: bring in all memory, not only what is touched. `workers`: threads, 0 for one a core.
+    `expected`: labels that the image must have. `ignore_incompatible`: try it all the same.
+    `cuda_seconds`: how long waking CUDA may take.
     """
 
     lineage: str
@@ -63,11 +64,15 @@ class RestoreOptions:
     arguments: tuple[str, ...] = ()
     fill: bool = True
     workers: int = 0
+    expected: Mapping[str, str] = field(default_factory=dict)
+    ignore_incompatible: bool = False
+    cuda_seconds: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """Times in seconds since `started`, except for `criu_seconds` (how long CRIU ran).
+    """Times in seconds since `started`, except for `criu_seconds` (how long CRIU ran) and
+    `cuda_seconds` (how long waking CUDA took; memory was filled meanwhile).
 
     `filled_seconds` is None when memory was filled only where it was touched. `stalled_seconds`
     is how long any thread was waiting for memory. `faults_avoided`: memory that the trace said
@@ -79,24 +84,37 @@ class RestoreResult:
     door: DoorName
     seconds_to_resume: float
     criu_seconds: float
+    cuda_seconds: float
     filled_seconds: float | None
     faults: int = 0
     faults_avoided: int = 0
     stalled_seconds: float = 0.0
     memory_bytes: int = 0
     ended: bool = False
+    differences: tuple[Mismatch, ...] = ()
 
 
 def restore_image(
-    store: LocalStore, image: BlockId, options: RestoreOptions, guard: Guard, started: float
+    store: LocalStore,
+    image: BlockId,
+    options: RestoreOptions,
+    guard: Guard,
+    started: float,
+    open_cuda: OpenCuda,
 ) -> RestoreResult:
     """Restores an image; returns when its memory is complete or its processes have ended.
 
-    `started` is the monotonic time that the result counts from. Raises CriuFailed, Corrupt,
-    LimitReached or NoSpace; what was restored must then be killed, as the guard does.
+    `started` is the monotonic time that the result counts from. Raises Incompatible before
+    anything was done; CriuFailed, CudaFailed, Corrupt, LimitReached or NoSpace; what was restored
+    must then be killed, as the guard does.
     """
     criu.require_root()
     program = criu.find_criu(options.criu)
+    manifest = store.manifest(image)
+    verdict = gate.judge(manifest, program, options.expected, open_cuda)
+    if not options.ignore_incompatible:
+        fit.require(verdict.mismatches)
+    waking = Waking(verdict.cuda, gate.cuda_pids(manifest), options.cuda_seconds)
     allocator.keep_freed()
     trace = tracing.load(store.layout, options.lineage)
     door = options.door or tracing.choose_door(trace)
@@ -104,22 +122,23 @@ def restore_image(
         raise CriuFailed(
             f"userfaultfd can't be used here ({reason})", "restore with --eager, or allow it"
         )
-    manifest = store.manifest(image)
     source = StoreSource(store, manifest)
     stored = StoredImage(manifest, source)
     memories = load_memories(stored)
     files = files_for_criu(stored, memories, lazy=door == "lazy")
     with ExitStack() as stack:
         stack.callback(source.close)
-        place = _place(files.total_bytes if door == "eager" else 0)
+        place = scratch.place(files.total_bytes if door == "eager" else 0)
         folder = tempfile.TemporaryDirectory(prefix="icefloe-restore-", dir=place)
-        run = _Run(program, options, door, Path(stack.enter_context(folder)), started)
+        run = _Run(program, options, door, Path(stack.enter_context(folder)), started, waking)
+        run.differences = verdict.mismatches
         if door == "lazy":
             return _restore_lazily(run, memories, files, source, store, guard, trace)
         if door == "stream":
             _restore_streaming(run, files)
         else:
             _restore_eagerly(run, files)
+        run.wake()
     row = tracing.run_row(
         door,
         replayed=False,
@@ -130,21 +149,6 @@ def restore_image(
     )
     tracing.record(store.layout, options.lineage, None, EMPTY.touches, row)
     return run.result(run.resumed)
-
-
-def _place(needed: int) -> str | None:
-    """Where the files for CRIU go: into memory when there is plenty, as it reads them but once.
-
-    None: wherever temporary files go here.
-    """
-    if not needed or "TMPDIR" in os.environ or not _MEMORY.is_dir():
-        return None
-    room = os.statvfs(_MEMORY)
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    free = int(found[1]) << 10 if found else 0
-    # Once as files, once as the memory of the process, and something to breathe.
-    fits = room.f_bavail * room.f_frsize > needed and free > 2 * needed + _RESERVE_BYTES
-    return str(_MEMORY) if fits else None
 
 
 def _restore_eagerly(run: "_Run", files: CriuFiles) -> None:
@@ -187,8 +191,11 @@ class _Run:
         door: DoorName,
         folder: Path,
         started: float,
+        waking: Waking,
     ) -> None:
         self.options = options
+        self.waking = waking
+        self.differences: tuple[Mismatch, ...] = ()
         self.door = door
         self.folder = folder
         self.started = started
@@ -231,27 +238,29 @@ class _Run:
         """Waits for CRIU's end; the processes run. Raises CriuFailed."""
         if code := process.wait():
             self._words.seek(0)
-            raise criu.failure("criu restore", code, self._words.read(), _kept(self._log))
+            raise criu.failure("criu restore", code, self._words.read(), scratch.kept(self._log))
         self.resumed = time.monotonic()
         self.pid = int(self._pidfile.read_text())
+        self.waking.start(self.pid)
+
+    def wake(self) -> None:
+        """Waits until CUDA is awake. Raises RestoreAborted."""
+        try:
+            self.waking.finish()
+        except IcefloeError as error:
+            raise RestoreAborted(error) from error
 
     def result(self, filled: float | None) -> RestoreResult:
         """What came of it; memory was complete at `filled`."""
         return RestoreResult(
             pid=self.pid,
             door=self.door,
-            seconds_to_resume=self.resumed - self.started,
+            seconds_to_resume=self.resumed + self.waking.seconds - self.started,
             criu_seconds=self.resumed - self.launched,
+            cuda_seconds=self.waking.seconds,
             filled_seconds=None if filled is None else filled - self.started,
+            differences=self.differences,
         )
-
-
-def _kept(log: Path) -> Path:
-    """The log of a failure outlives the folder for CRIU."""
-    fd, kept = tempfile.mkstemp(prefix="icefloe-restore-", suffix=".log")
-    with os.fdopen(fd, "wb") as file, suppress(FileNotFoundError):
-        file.write(log.read_bytes())
-    return Path(kept)
 
 
 def _restore_lazily(
@@ -282,8 +291,9 @@ def _restore_lazily(
         if not options.fill:
             source.pin()
             store.close()  # what is pinned stays readable, and others may write meanwhile
-        _serve_until_complete(door, fill)
+        _serve_until_complete(door, fill, run.waking)
         door.let_go()
+        run.waking.finish()
     except IcefloeError as error:
         raise RestoreAborted(error) if run.resumed else error from error
     finally:
@@ -316,7 +326,7 @@ def _row(result: RestoreResult, replayed: int) -> Columns:
     )
 
 
-def _serve_until_complete(door: LazyDoor, fill: Fill) -> None:
+def _serve_until_complete(door: LazyDoor, fill: Fill, waking: Waking) -> None:
     looked = time.monotonic()
 
     def done() -> bool:
@@ -324,6 +334,7 @@ def _serve_until_complete(door: LazyDoor, fill: Fill) -> None:
         if time.monotonic() - looked > _DEAD_SECONDS:
             looked = time.monotonic()
             door.look_for_dead()
+        waking.check()
         return fill.filled.is_set() or not fill.spaces()
 
     door.serve(done)

@@ -5,32 +5,23 @@ by name, gets told whether there is one, and then sends the end of a pipe to wri
 (criu/img-streamer.c, images/img-streamer.proto). It reads several files at once, and some twice.
 """
 
-import fcntl
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from icefloe.capture import img_streamer
 from icefloe.capture.criu import wait_for_criu
 from icefloe.capture.directory import CriuFiles
 from icefloe.errors import CriuFailed, IcefloeError
 
 SOCKET = "streamer-serve.sock"
 
-_LENGTH = struct.Struct("<I")
-
-# A request holds one file name: field 1, a string of at most PATH_MAX bytes.
-_MAX_REQUEST = 8192
-_NAME_KEY = 1 << 3 | 2
-_EXISTS = _LENGTH.pack(2) + bytes((1 << 3, 1))
-_MISSING = _LENGTH.pack(2) + bytes((1 << 3, 0))
-
-# Larger pipes are a known trouble of CRIU's; a smaller one costs a switch for every 64 KiB.
-_PIPE_BYTES = 1 << 20
+_EXISTS = img_streamer.LENGTH.pack(2) + bytes((1 << 3, 1))
+_MISSING = img_streamer.LENGTH.pack(2) + bytes((1 << 3, 0))
 
 
 class StreamDoor:
@@ -41,14 +32,7 @@ class StreamDoor:
         self._files = files
         self._threads: list[threading.Thread] = []
         self.failure: IcefloeError | None = None
-        self._listener = socket.socket(socket.AF_UNIX)
-        try:
-            self._listener.bind(str(folder / SOCKET))
-        except OSError as error:
-            self._listener.close()
-            reason = f"cannot listen on {folder / SOCKET} ({error})"
-            raise CriuFailed(reason, "set TMPDIR to a folder with a short name") from None
-        self._listener.listen(1)
+        self._listener = img_streamer.listen(folder / SOCKET)
 
     def serve(self, criu_ended: Callable[[], bool]) -> None:
         """Answers until CRIU needs no more files, or has ended. Raises CriuFailed."""
@@ -57,7 +41,7 @@ class StreamDoor:
         with connection, suppress(ConnectionError):  # as good as its end
             while True:
                 wait_for_criu(connection, criu_ended)
-                if (name := _request(connection)) is None:
+                if (name := img_streamer.request(connection)) is None:
                     return
                 self._answer(connection, name, criu_ended)
 
@@ -74,19 +58,15 @@ class StreamDoor:
             return
         connection.sendall(_EXISTS)
         wait_for_criu(connection, criu_ended)
-        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
-        if not fds:
-            raise CriuFailed(f"CRIU sent no pipe for {name}", "see its log")
+        pipe = img_streamer.receive_pipe(connection, name)
         # When CRIU is killed, what it has started may keep a pipe open: nobody waits for that.
-        thread = threading.Thread(target=self._write, args=(name, fds[0]), daemon=True)
+        thread = threading.Thread(target=self._write, args=(name, pipe), daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _write(self, name: str, fd: int) -> None:
         """Writes one file into a pipe. CRIU notices by a short file when that fails."""
         try:
-            with suppress(OSError):  # a limit of the user's may forbid it
-                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             for piece in self._files.content(name):
                 rest = memoryview(piece)
                 while rest:
@@ -100,16 +80,3 @@ class StreamDoor:
             self.failure = self.failure or CriuFailed(reason, "see its log")
         finally:
             os.close(fd)
-
-
-def _request(connection: socket.socket) -> str | None:
-    """The name of the file that CRIU wants next, None when it wants no more."""
-    head = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    body = connection.recv(length, socket.MSG_WAITALL) if length <= _MAX_REQUEST else b""
-    # Names are shorter than 128 bytes, so their length takes one byte.
-    if len(body) != length or length < 2 or body[0] != _NAME_KEY or body[1] != length - 2:
-        raise CriuFailed("CRIU asked for a file in a way that is not known", "see its log")
-    return body[2:].decode(errors="surrogateescape")

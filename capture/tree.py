@@ -6,7 +6,7 @@ dump becomes a folder `parent` of the image, where `criu restore` finds it just 
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +43,12 @@ class _Entry:
 class Tree:
     """Lists the directory when made; reads files when asked."""
 
-    def __init__(self, root: Path) -> None:
-        """Raises SourceUnreadable, SourceChanged or BadSource."""
+    def __init__(self, root: Path, without: Set[str] = frozenset()) -> None:
+        """`without`: paths to leave out. Raises SourceUnreadable, SourceChanged or BadSource."""
         with read_errors(root):
             status = root.stat()
         top = _Entry("", root.resolve(), status)
-        entries = [top, *_walk(top)]
+        entries = [top, *(entry for entry in _walk(top) if entry.path not in without)]
         self._entries = sorted(entries, key=lambda entry: os.fsencode(entry.path))
 
     def files(self) -> Iterator[SourceFile]:

@@ -89,6 +89,9 @@ class Windows(Protocol):
         sequence numbers, every file's windows come in order.
         """
 
+    def stop(self) -> None:
+        """From any thread: nobody wants more, and a `take` that waits raises."""
+
 
 class SmallFiles:
     """Collects small files until they fill a group."""
@@ -120,24 +123,31 @@ class CheckpointWindows:
     """The windows of a checkpoint on disk; collects every entry that passes into `entries`."""
 
     def __init__(
-        self, checkpoint: Checkpoint, entries: list[ImageFile], pages: Sequence[str]
+        self,
+        checkpoint: Checkpoint,
+        entries: list[ImageFile],
+        pages: Sequence[str],
+        first: int = 0,
     ) -> None:
-        self._pieces = _pieces(checkpoint, entries, pages)
+        """`first`: the sequence number to start with."""
+        self._pieces = _pieces(checkpoint, entries, pages, first)
 
     def take(self, buffer: Buffer) -> Window | Group | None:
         """See Windows. What must be read in order has been read."""
         make = next(self._pieces, None)
         return None if make is None else make(buffer)
 
+    def stop(self) -> None:
+        """See Windows: it never waits."""
+
 
 def _pieces(
-    checkpoint: Checkpoint, entries: list[ImageFile], pages: Sequence[str]
+    checkpoint: Checkpoint, entries: list[ImageFile], pages: Sequence[str], sequence: int
 ) -> Iterator[Callable[[Buffer], Window | Group]]:
     """Pieces in the order of reading, each to be given a buffer.
 
     Small files are read here; a group comes when it is full, or at the end.
     """
-    sequence = 0
     small = SmallFiles()
     for entry in checkpoint.files():
         file = entry.file

@@ -7,6 +7,7 @@
 
     [capture]
     criu = "criu"           # the CRIU to run, a name or a path
+    cuda_timeout = "5m"     # how long suspending or waking the CUDA of a process may take
 
     [gc]
     grace = "0s"            # how long a block outlives its last image
@@ -28,7 +29,11 @@ from icefloe.store.codecs import PolicyName
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 
-_KEYS = {"store": ("path", "policy", "workers"), "capture": ("criu",), "gc": ("grace",)}
+_KEYS = {
+    "store": ("path", "policy", "workers"),
+    "capture": ("criu", "cuda_timeout"),
+    "gc": ("grace",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ class Config:
     policy: PolicyName
     workers: int
     criu: str
+    cuda_seconds: float
     grace_seconds: float
 
 
@@ -68,6 +74,7 @@ def load(file: Path | None, store: Path | None, environment: Mapping[str, str]) 
         policy=_policy(values.get("store.policy", "balanced")),
         workers=_workers(values.get("store.workers", 0)),
         criu=_text("capture.criu", values) or "criu",
+        cuda_seconds=parse_duration(str(values.get("capture.cuda_timeout", "5m"))),
         grace_seconds=parse_duration(str(values.get("gc.grace", "0s"))),
     )
 

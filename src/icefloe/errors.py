@@ -4,6 +4,7 @@ Each carries what it names as data, says what happened and what to do, and knows
 of the command that meets it. `icefloe --help` prints EXIT_CODES.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 EXIT_CODES = {
@@ -184,6 +185,49 @@ class CriuFailed(IcefloeError):
     """CRIU is missing, too old, not permitted to work, or gave up. What it began is undone."""
 
     exit_code = 9
+
+
+class Incompatible(IcefloeError):
+    """This machine can't run what an image holds. `sentences` say why not, one difference each."""
+
+    exit_code = 5
+
+    def __init__(self, sentences: Sequence[str]) -> None:
+        super().__init__(
+            f"this machine doesn't fit the image ({'; '.join(sentences)})",
+            "start the work anew here, restore it on a machine like the one it was captured on, "
+            "or try with --ignore-incompatible",
+        )
+        self.sentences = tuple(sentences)
+
+
+class CudaFailed(IcefloeError):
+    """CUDA is missing, too old, or can't suspend or wake a process."""
+
+    exit_code = 9
+
+
+class NoProcess(IcefloeError, LookupError):
+    """There is no process of this pid."""
+
+    exit_code = 3
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(f"there is no process {pid}", "see with `ps` which there are")
+        self.pid = pid
+
+
+class CaptureAborted(IcefloeError):
+    """A capture that failed when the processes were frozen already: they run on."""
+
+    exit_code = 9  # or that of its cause
+
+    def __init__(self, cause: IcefloeError) -> None:
+        super().__init__(
+            f"{cause.happened}; nothing was stored, the processes run on", cause.advice
+        )
+        self.exit_code = cause.exit_code
+        self.cause = cause
 
 
 class RestoreAborted(IcefloeError):

@@ -14,11 +14,12 @@ import click
 
 from icefloe import durable
 from icefloe.cli import output
+from icefloe.cli.capturing import capture
 from icefloe.cli.content import add, export
 from icefloe.cli.context import Context
 from icefloe.cli.images import diff, ls, rm, show, tag
 from icefloe.cli.page_server import page_server
-from icefloe.cli.restoring import restore
+from icefloe.cli.restoring import fits, restore
 from icefloe.cli.upkeep import check, gc
 from icefloe.errors import EXIT_CODES, IcefloeError, NoSpace
 
@@ -45,7 +46,21 @@ def cli(
     context.obj = Context(store, config, quiet)
 
 
-for _command in (add, export, restore, page_server, ls, show, diff, tag, rm, gc, check):
+for _command in (
+    add,
+    capture,
+    export,
+    fits,
+    restore,
+    page_server,
+    ls,
+    show,
+    diff,
+    tag,
+    rm,
+    gc,
+    check,
+):
     cli.add_command(_command)
 
 

@@ -3,12 +3,16 @@
 from os.path import realpath
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from icefloe.cli import output
 from icefloe.cli.context import Context
 from icefloe.errors import UsageError
+
+if TYPE_CHECKING:
+    from icefloe.capture.ingest import AddResult
 
 
 def _place(context: click.Context, parameter: click.Parameter, value: str) -> Path:
@@ -18,7 +22,8 @@ def _place(context: click.Context, parameter: click.Parameter, value: str) -> Pa
     return Path(value)
 
 
-def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
+def labels_of(pairs: tuple[str, ...]) -> dict[str, str]:
+    """KEY=VALUE arguments. Raises UsageError."""
     labels = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -28,13 +33,54 @@ def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
     return labels
 
 
+def stored(name: str, result: "AddResult") -> list[tuple[str, str]]:
+    """What was stored, for people."""
+    new = f"{output.size(result.new_bytes)} in {result.new_blocks} of {result.blocks} blocks"
+    return [
+        ("image", f"{name}  @{result.id.hex()[:12]}"),
+        ("logical", output.size(result.logical_bytes)),
+        ("zero", output.size(result.zero_bytes)),
+        ("new", new),
+        ("store grew by", output.size(result.stored_bytes)),
+    ]
+
+
+def stored_json(name: str, result: "AddResult") -> dict[str, Any]:
+    """What was stored, for programs."""
+    return {
+        "id": result.id.hex(),
+        "name": name,
+        "logical_bytes": result.logical_bytes,
+        "zero_bytes": result.zero_bytes,
+        "new_bytes": result.new_bytes,
+        "stored_bytes": result.stored_bytes,
+        "blocks": result.blocks,
+        "new_blocks": result.new_blocks,
+        "replaced": result.replaced and result.replaced.hex(),
+    }
+
+
+def say_replaced(context: Context, name: str, result: "AddResult") -> None:
+    """A remark about the image that had the name before."""
+    if result.replaced and not context.quiet:
+        click.echo(f"{name} was @{result.replaced.hex()[:12]} before; that image is kept", err=True)
+
+
 @click.command()
 @click.argument("path", callback=_place)
 @click.argument("name")
+@click.option("--pages", multiple=True, metavar="GLOB", help="More files that hold memory.")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="A label to keep with it.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
-def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_json: bool) -> None:
+def add(
+    context: Context,
+    path: Path,
+    name: str,
+    pages: tuple[str, ...],
+    labels: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Store a checkpoint under a name.
 
     PATH is a directory, or a .tar, .tar.gz or .tar.zst archive.
@@ -44,13 +90,13 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
     from icefloe.ids import parse_name
 
     started = monotonic()
-    wanted, kept = parse_name(name), _labels(labels)
+    wanted, kept = parse_name(name), labels_of(labels)
     config = context.config()
     # Not Path.resolve(), which fails on a link that leads to itself.
     if Path(realpath(config.store)).is_relative_to(realpath(path)):
         raise UsageError(f"{path} holds the store {config.store}", "name another with --store")
     checkpoint = open_checkpoint(path)
-    options = IngestOptions(config.policy, config.workers)
+    options = IngestOptions(config.policy, config.workers, pages)
     with (
         context.open(write=True, create=True) as store,
         context.progress("storing", checkpoint.logical_bytes()) as progress,
@@ -58,38 +104,12 @@ def add(context: Context, path: Path, name: str, labels: tuple[str, ...], as_jso
         result = add_checkpoint(store, checkpoint, wanted, kept, options, progress)
     seconds = monotonic() - started
     if as_json:
-        output.print_json(
-            {
-                "id": result.id.hex(),
-                "name": str(wanted),
-                "logical_bytes": result.logical_bytes,
-                "zero_bytes": result.zero_bytes,
-                "new_bytes": result.new_bytes,
-                "stored_bytes": result.stored_bytes,
-                "blocks": result.blocks,
-                "new_blocks": result.new_blocks,
-                "replaced": result.replaced and result.replaced.hex(),
-                "seconds": round(seconds, 3),
-            }
-        )
+        shown = stored_json(str(wanted), result)
+        output.print_json({**shown, "seconds": round(seconds, 3)})
         return
-    output.facts(
-        [
-            ("image", f"{wanted}  @{result.id.hex()[:12]}"),
-            ("logical", output.size(result.logical_bytes)),
-            ("zero", output.size(result.zero_bytes)),
-            (
-                "new",
-                f"{output.size(result.new_bytes)} in {result.new_blocks} of {result.blocks} blocks",
-            ),
-            ("store grew by", output.size(result.stored_bytes)),
-            ("time", f"{seconds:.2f} s, {output.rate(result.logical_bytes, seconds)}"),
-        ]
-    )
-    if result.replaced and not context.quiet:
-        click.echo(
-            f"{wanted} was @{result.replaced.hex()[:12]} before; that image is kept", err=True
-        )
+    time = f"{seconds:.2f} s, {output.rate(result.logical_bytes, seconds)}"
+    output.facts([*stored(str(wanted), result), ("time", time)])
+    say_replaced(context, str(wanted), result)
 
 
 @click.command()

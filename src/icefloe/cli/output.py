@@ -39,7 +39,15 @@ def printable(text: str) -> str:
     """With what a terminal can't show, or would obey, as bytes: `\\n`, `\\x1b`, `\\xff`."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else repr(os.fsencode(c))[2:-1] for c in text)
+    return "".join(c if c.isprintable() else repr(_bytes(c))[2:-1] for c in text)
+
+
+def _bytes(character: str) -> bytes:
+    """As in the name of a file; half a pair of surrogates, which no name holds, by its number."""
+    try:
+        return os.fsencode(character)
+    except UnicodeEncodeError:
+        return character.encode(errors="surrogatepass")
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> None:

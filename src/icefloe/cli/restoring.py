@@ -1,14 +1,16 @@
 """`restore`: processes come back to life."""
 
 import signal
+from dataclasses import asdict
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from icefloe.cli import output
+from icefloe.cli.content import labels_of
 from icefloe.cli.context import Context
-from icefloe.errors import UsageError
+from icefloe.errors import Incompatible, UsageError
 
 if TYPE_CHECKING:
     from icefloe.capture.restore import RestoreResult
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     help="The way into CRIU; auto: lazy, unless earlier restores show that it loses.",
 )
 @click.option("--no-fill", is_flag=True, help="Bring in only the memory that is touched.")
+@click.option(
+    "--expect", "expected", multiple=True, metavar="K=V", help="A label that the image must have."
+)
+@click.option("--ignore-incompatible", is_flag=True, help="Try even if this machine doesn't fit.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
 def restore(
@@ -34,6 +40,8 @@ def restore(
     criu_arguments: tuple[str, ...],
     door: Any,
     no_fill: bool,
+    expected: tuple[str, ...],
+    ignore_incompatible: bool,
     as_json: bool,
 ) -> None:
     """Restore a process tree from an image.
@@ -42,13 +50,14 @@ def restore(
     The command ends when it is complete, and they go on without it.
     """
     started = monotonic()
+    from icefloe.capture.cuda import Nvidia
     from icefloe.capture.guard import stand_guard
     from icefloe.ids import parse_reference
 
     reference = parse_reference(name)
     if no_fill and door in ("eager", "stream"):
         raise UsageError(f"--no-fill is no use with --{door}", "leave out one of them")
-    config = context.config()
+    config, wanted = context.config(), labels_of(expected)
     guard = stand_guard()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
@@ -63,16 +72,54 @@ def restore(
             arguments=criu_arguments,
             fill=not no_fill,
             workers=config.workers,
+            expected=wanted,
+            ignore_incompatible=ignore_incompatible,
+            cuda_seconds=config.cuda_seconds,
         )
         try:
-            result = restore_image(store, image, options, guard, started)
+            result = restore_image(store, image, options, guard, started, Nvidia)
         except KeyboardInterrupt:
             words = "what was restored was killed, as its memory was not complete; run it again"
             raise KeyboardInterrupt(words) from None
+    if not context.quiet:
+        for mismatch in result.differences:
+            click.echo(f"note: {output.printable(mismatch.sentence)}", err=True)
     if as_json:
         output.print_json(_json(result))
         return
     output.facts(_rows(result))
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--expect", "expected", multiple=True, metavar="K=V", help="A label that the image must have."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+@click.pass_obj
+def fits(context: Context, name: str, expected: tuple[str, ...], as_json: bool) -> int:
+    """Tell whether this machine can restore an image, and why not.
+
+    The exit code is 0 if it can, 5 if something blocks.
+    """
+    from icefloe.capture.criu import find_criu
+    from icefloe.capture.cuda import Nvidia
+    from icefloe.capture.gate import judge
+    from icefloe.ids import parse_reference
+
+    reference, wanted = parse_reference(name), labels_of(expected)
+    with context.open() as store:
+        image = store.catalog.resolve(reference)
+        manifest = store.manifest(image)
+    verdict = judge(manifest, find_criu(context.config().criu), wanted, Nvidia)
+    if as_json:
+        found = [asdict(mismatch) for mismatch in verdict.mismatches]
+        output.print_json({"id": image.hex(), "fits": verdict.fits, "mismatches": found})
+    else:
+        print("fits" if verdict.fits else "does not fit")
+        for mismatch in verdict.mismatches:
+            print(f"{mismatch.severity}: {output.printable(mismatch.sentence)}")
+    return 0 if verdict.fits else Incompatible.exit_code
 
 
 def _rows(result: "RestoreResult") -> list[tuple[str, str]]:
@@ -81,6 +128,8 @@ def _rows(result: "RestoreResult") -> list[tuple[str, str]]:
         ("door", result.door),
         ("running", f"after {result.seconds_to_resume:.2f} s, {result.criu_seconds:.2f} s of CRIU"),
     ]
+    if result.cuda_seconds:
+        rows.append(("CUDA", f"awake after {result.cuda_seconds:.2f} s"))
     if result.door != "lazy":
         return rows
     memory = output.size(result.memory_bytes)
@@ -99,7 +148,7 @@ def _json(result: "RestoreResult") -> dict[str, Any]:
         "door": result.door,
         "seconds_to_resume": round(result.seconds_to_resume, 4),
         "criu_seconds": round(result.criu_seconds, 4),
-        "cuda_seconds": 0.0,
+        "cuda_seconds": round(result.cuda_seconds, 4),
         "filled_seconds": result.filled_seconds and round(result.filled_seconds, 4),
         "wire_bytes": 0,
         "faults": result.faults,

@@ -1,0 +1,110 @@
+"""Process trees as /proc shows them."""
+
+import os
+import re
+from collections.abc import Iterator, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_NS_PIDS = re.compile(r"^NSpid:((?:\s+\d+)+)", re.MULTILINE)
+_RESIDENT = re.compile(r"^VmRSS:\s+(\d+) kB", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process; `started` (clock ticks since boot) tells it from a later one of the same pid."""
+
+    pid: int
+    parent: int
+    state: str
+    started: int
+
+    @property
+    def stopped(self) -> bool:
+        """Stopped by a signal, as a shell's Ctrl-Z does."""
+        return self.state == "T"
+
+    @property
+    def dead(self) -> bool:
+        """Nothing of it runs. One whose first thread has ended looks dead while others run."""
+        if self.state not in "ZX":
+            return False
+        try:
+            return len(os.listdir(_PROC / str(self.pid) / "task")) <= 1
+        except OSError:
+            return True
+
+
+def look(pid: int) -> Process | None:
+    """What there is under a pid."""
+    try:
+        content = (_PROC / str(pid) / "stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # proc_pid_stat(5): after the name in brackets, which may hold any bytes, come the state, the
+    # parent, and as the 22nd field of all the time of the start.
+    fields = content.rpartition(b")")[2].split()
+    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
+
+
+def below(pid: int, others: Set[int] = frozenset()) -> Iterator[Process]:
+    """Living processes below one. Zombies don't count, but their children do; `others`, and what
+    is below them, don't either."""
+    children: dict[int, list[Process]] = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and (found := look(int(entry.name))) is not None:
+            children.setdefault(found.parent, []).append(found)
+    ahead = [pid]
+    while ahead:
+        for process in children.get(ahead.pop(), ()):
+            if process.pid not in others:
+                ahead.append(process.pid)
+                if not process.dead:
+                    yield process
+
+
+def tree(root: Process) -> list[Process]:
+    """The living processes of a tree, the root first; none when the root is another one now."""
+    now = look(root.pid)
+    if now is None or now.started != root.started:
+        return []
+    return [now, *below(root.pid)]
+
+
+def is_there(process: Process) -> bool:
+    """Whether it is still the same process, and alive."""
+    now = look(process.pid)
+    return now is not None and now.started == process.started and not now.dead
+
+
+def inner_pid(pid: int) -> int:
+    """The pid that a process itself sees, which is the one that CRIU records (proc(5), NSpid)."""
+    with suppress(OSError):
+        found = _NS_PIDS.search((_PROC / str(pid) / "status").read_text(errors="replace"))
+        if found:
+            return int(found[1].split()[-1])
+    return pid
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds."""
+    with suppress(OSError):
+        found = _RESIDENT.search((_PROC / str(pid) / "status").read_text(errors="replace"))
+        if found:
+            return int(found[1]) << 10
+    return 0
+
+
+def opens(pid: int, prefix: str) -> bool:
+    """Whether it has a file open whose path starts so. Raises PermissionError."""
+    try:
+        numbers = os.listdir(_PROC / str(pid) / "fd")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    for number in numbers:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if os.readlink(_PROC / str(pid) / "fd" / number).startswith(prefix):
+                return True
+    return False

@@ -1,0 +1,170 @@
+"""Sets a captured process tree running again when icefloe itself is gone.
+
+A capture may be killed at any moment. CRIU, in a session of its own, notices a broken pipe and
+lets the tree go on. What it doesn't know of is done by a small process that was forked before
+anything began: it waits until both icefloe and CRIU are gone, then wakes CUDA, and either ends
+the tree, if its image was committed and CRIU has left it stopped, or lets it run.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from icefloe.capture import processes, suspend
+from icefloe.capture.cuda import OpenCuda
+from icefloe.capture.processes import Process
+from icefloe.errors import IcefloeError
+
+_WORD_BYTES = 1 << 20
+
+_DYING_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """How far a capture is: what there would be to undo.
+
+    `root` is the tree's first process as it was before, `stopped` the pids that were stopped
+    then, `cuda` those that are being suspended, `cgroup` the freezer that CRIU uses.
+    """
+
+    root: Process
+    stopped: tuple[int, ...] = ()
+    cuda: tuple[int, ...] = ()
+    cgroup: str = ""
+    committed: bool = False
+
+
+class Watcher:
+    """The process that waits; this side tells it what goes on."""
+
+    def __init__(self, channel: socket.socket, pid: int) -> None:
+        self._channel = channel
+        self._pid = pid
+        # CRIU holds it as well, so that its end means that both are gone.
+        channel.set_inheritable(True)
+
+    def tell(self, doing: Doing) -> None:
+        """To be called before the step that it speaks of."""
+        with suppress(OSError):  # it is gone: nobody watches, and the capture goes on
+            self._channel.send(json.dumps(asdict(doing)).encode())
+
+    def dismiss(self) -> None:
+        """There is nothing to undo any more. CRIU must have ended."""
+        with suppress(OSError):
+            self._channel.send(b"null")
+        self._channel.close()
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def stand_by(open_cuda: OpenCuda, cuda_seconds: float) -> Watcher:
+    """Forks the watcher. To be called before there are threads."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return Watcher(ours, pid)
+    code = 1
+    try:
+        ours.close()
+        _detach()
+        doing = _listen(theirs)
+        if doing is not None:
+            undo(doing, open_cuda, cuda_seconds)
+        code = 0
+    except IcefloeError as error:
+        _say(f"a capture was killed, and what it had begun can't be undone: {error}")
+    finally:
+        os._exit(code)
+
+
+def _detach() -> None:
+    """What ends icefloe must not end the watcher, nor may it keep a pipe of icefloe's open."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def _listen(channel: socket.socket) -> Doing | None:
+    """What was going on when everybody else was gone."""
+    doing = None
+    while message := channel.recv(_WORD_BYTES):
+        told = json.loads(message)
+        if told is None:
+            doing = None
+        else:
+            doing = Doing(**{**told, "root": Process(**told["root"])})
+    return doing
+
+
+def undo(doing: Doing, open_cuda: OpenCuda, cuda_seconds: float) -> None:
+    """CRIU must have ended. Raises CudaFailed when CUDA can't be woken."""
+    root = processes.look(doing.root.pid)
+    if doing.committed and root is not None and root.started == doing.root.started and root.stopped:
+        kill(doing.root)
+        return
+    let_run(doing)
+    if doing.cuda:
+        suspend.resume(open_cuda(), doing.cuda, cuda_seconds)
+
+
+def let_run(doing: Doing) -> None:
+    """Continues the processes of the tree, but for those that were stopped before."""
+    if doing.cgroup:
+        _thaw(Path(doing.cgroup))
+    if doing.committed:  # only then CRIU was told to leave them stopped
+        for process in processes.tree(doing.root):
+            if process.pid not in doing.stopped:
+                _signal(process, signal.SIGCONT)
+
+
+def kill(root: Process, also: Collection[Process] = ()) -> None:
+    """Ends a tree whose processes are stopped; returns when they are gone."""
+    members = [*processes.tree(root), *also]
+    for process in members:
+        _signal(process, signal.SIGKILL)
+    while any(map(processes.is_there, members)):
+        time.sleep(_DYING_SECONDS)
+
+
+def _signal(process: Process, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        fd = os.pidfd_open(process.pid)
+        try:
+            now = processes.look(process.pid)
+            if now is not None and now.started == process.started:
+                signal.pidfd_send_signal(fd, number)
+        finally:
+            os.close(fd)
+
+
+def freezer_of(cgroup: str) -> str:
+    """The freezer to thaw again if CRIU can't: none when it is frozen already."""
+    for name, frozen in (("cgroup.freeze", "1"), ("freezer.state", "FROZEN")):
+        with suppress(OSError):
+            return "" if (Path(cgroup) / name).read_text().strip() == frozen else cgroup
+    return ""
+
+
+def _thaw(cgroup: Path) -> None:
+    for name, word in (("cgroup.freeze", "0"), ("freezer.state", "THAWED")):
+        with suppress(OSError):
+            if (cgroup / name).exists():
+                (cgroup / name).write_text(word)
+
+
+def _say(words: str) -> None:
+    with suppress(OSError):
+        print(f"icefloe: {words}", file=sys.stderr)
