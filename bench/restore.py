@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +26,6 @@ from typing import Any
 
 from common import (
     BENCH_CACHE,
-    CACHE,
     Bar,
     BenchError,
     Icefloe,
@@ -41,24 +38,21 @@ from common import (
     workplace,
     write_json,
 )
+from subjects import (
+    RECORD_BYTES,
+    adopt_orphans,
+    criu_program,
+    reap,
+    start_process,
+    wait_for,
+    warm_memory,
+)
 
-PROCESS = Path(__file__).with_name("restore_process.py")
-RECORD_BYTES = 128
 SHM = Path("/dev/shm")
-SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 RESTORE_SECONDS = 300.0
 SAMPLE_SECONDS = 0.005
 PLOT_POINTS = 200
 PAGE = os.sysconf("SC_PAGE_SIZE")
-
-WARM = """
-import mmap, sys
-size = int(sys.argv[1])
-memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-piece = b"1" * (1 << 20)
-for start in range(0, size - len(piece), len(piece)):
-    memory[start : start + len(piece)] = piece
-"""
 
 
 @dataclass
@@ -96,42 +90,6 @@ class Checkpoint:
         return float(words[1]), int(words[2])
 
 
-def criu_program() -> Path:
-    """The CRIU to run. Raises Unavailable."""
-    named = os.environ.get("ICEFLOE_CAPTURE_CRIU")
-    program = Path(named) if named else CACHE / "criu" / "4.2" / "criu"
-    if os.geteuid() != 0:
-        raise Unavailable("CRIU needs root")
-    if not program.exists():
-        raise Unavailable(f"there is no {program}: run `make criu`")
-    os.environ["ICEFLOE_CAPTURE_CRIU"] = str(program)
-    # As installed programs do, Python may keep its bytecode.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    return program
-
-
-def reap(pid: int) -> None:
-    """Ends the process and frees its pid."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists():
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-        if time.monotonic() > deadline:
-            raise BenchError(f"process {pid} does not end")
-        time.sleep(0.002)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Polls every millisecond. Raises BenchError after the time limit."""
-    deadline = time.monotonic() + RESTORE_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise BenchError(f"waited in vain for {what}")
-        time.sleep(0.001)
-
-
 @contextlib.contextmanager
 def checkpointed(size: int, seed: int, work: Path, policies: Sequence[str]) -> Iterator[Checkpoint]:
     """A process of this size, dumped into tmpfs and stored once with each policy."""
@@ -139,13 +97,7 @@ def checkpointed(size: int, seed: int, work: Path, policies: Sequence[str]) -> I
     record = work / "record"
     record.write_bytes(bytes(RECORD_BYTES))
     images = Path(tempfile.mkdtemp(prefix="icefloe-bench-", dir=SHM))
-    process = subprocess.Popen(
-        [sys.executable, PROCESS, record, str(size), str(seed)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = start_process(record, size, seed)
     stores = {policy: work / f"store-{policy}" for policy in policies}
     made = Checkpoint(process.pid, record, images, stores, work)
     try:
@@ -462,13 +414,6 @@ def facts_of(run: Measured) -> dict[str, Any]:
     return {"first": run.first, "filled": run.filled, "facts": run.facts, "resident": run.resident}
 
 
-def warm_memory() -> None:
-    """Touches most of the free memory once: the first time can cost a virtual machine seconds."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    size = (int(found[1]) << 10) * 3 // 4 if found else 0
-    subprocess.run([sys.executable, "-c", WARM, str(size)], check=True)
-
-
 def main() -> int:
     from common import parse_size
 
@@ -481,7 +426,7 @@ def main() -> int:
         help="sizes for the question whether first progress depends on them; empty: not asked",
     )
     options = parser.parse_args()
-    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     try:
         criu_program()
     except Unavailable as reason:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-# RC from icefloe.gc.recompress import recompress
 from icefloe.capture import criu, facts, processes, scratch, suspend, undo
 from icefloe.capture.cuda import Cuda, OpenCuda, users
 from icefloe.capture.dump import Dump, argument_of, check_arguments
@@ -35,6 +34,7 @@ from icefloe.errors import (
     NoProcess,
     UsageError,
 )
+from icefloe.gc.recompress import recompress
 from icefloe.ids import Name
 
 
@@ -141,7 +141,6 @@ def _recompress(
     if not ingest.hurried:
         return 0, None
     try:
-        return 0, None  # RC
         return recompress(store, ingest.packs, options.policy, options.workers), None
     except IcefloeError as error:
         return 0, error
@@ -268,7 +267,7 @@ class _Capture:
         through = ["--stream"] if options.stream else []
         self._times.dumping = time.monotonic()
         self._dump.start(program, options.pid, [after, *through, *options.arguments])
-        self._written.expect()
+        self._written.start()
 
     def _all_read(self) -> None:
         """Called when there is nothing in the frozen tree any more that has not been read."""

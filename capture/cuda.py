@@ -14,9 +14,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from icefloe.capture.facts import CudaFacts, Gpu
-
 from icefloe.capture import processes
+from icefloe.capture.facts import CudaFacts, Gpu
 from icefloe.errors import CudaFailed
 
 # What a process that uses a GPU has open.
@@ -153,8 +152,8 @@ class Nvidia:
         """The result of a function of the driver API. Raises _Refused."""
         try:
             error, *results = getattr(self._api, function)(*arguments)
-        except (AttributeError, RuntimeError) as missing:  # the driver lacks it
-            raise _Refused(str(missing)) from None
+        except (AttributeError, RuntimeError) as missing:  # no driver, or it lacks this
+            raise _Refused(str(missing).split(". ")[0]) from None
         if int(error):
             raise _Refused(getattr(error, "name", str(error)))
         return results[0] if results else None

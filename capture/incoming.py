@@ -2,17 +2,18 @@
 
 `criu dump --stream` connects to streamer-capture.sock in its image directory. For each file it
 sends the name and then the read end of a pipe, and waits for no answer. Several pipes can be open
-at once; the end of one is the end of its file. Whoever wants the next window reads: when all
-threads are busy nobody does, and CRIU waits.
+at once; the end of one is the end of its file. A thread does nothing but read them, a few windows
+ahead of those who take windows; when it has no buffer left it stops, and CRIU waits.
 """
 
 import os
 import select
 import socket
+import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 from icefloe.capture import img_streamer
 from icefloe.capture.source import is_page_data
@@ -36,6 +37,9 @@ _READ_BYTES = 1 << 20
 # When CRIU has written everything, its pipes end at once. Should one stay open, don't wait for it.
 _LAST_BYTES_SECONDS = 30.0
 
+# Windows that may lie ready: what keeps the reader going while others change places.
+_AHEAD = 3
+
 # How often to see whether to stop.
 _LOOK_MILLISECONDS = 200
 
@@ -56,33 +60,46 @@ class Incoming:
         self._files: dict[int, _File] = {}
         self._names: set[str] = set()
         self._small = SmallFiles()
-        self._ready: deque[Window | Group] = deque()
-        self._spare: list[Buffer] = []
+        self._ready: SimpleQueue[Window | Group | Exception | None] = SimpleQueue()
+        # An empty place says that there will be no more. Those of files are in nobody's way.
+        self._spare: SimpleQueue[Buffer | None] = SimpleQueue()
+        for _ in range(_AHEAD):
+            self._spare.put(Buffer())
+        self._of_files: list[Buffer] = []
         self._held = False
         self._complete = False
         self._stopped = False
         self._quiet_since = 0.0
+        self._reader = threading.Thread(target=self._run, name="incoming")
 
-    def expect(self, held: int, process: int) -> None:
-        """What happens outside: `held` can be read when CRIU has written everything and waits,
-        `process` is CRIU's pidfd."""
+    def start(self, held: int, process: int, on_complete: Callable[[], None]) -> None:
+        """Reads from now on. `held` can be read when CRIU has written everything and waits,
+        `process` is CRIU's pidfd. `on_complete` is called when all that CRIU wrote was read."""
         self._held_fd, self._process_fd = held, process
+        self._on_complete = on_complete
         self._poll.register(held, select.POLLIN)
         self._poll.register(process, select.POLLIN)
+        self._reader.start()
 
     def take(self, buffer: Buffer) -> Window | Group | None:
         """See Windows. Raises CriuFailed."""
-        self._spare.append(buffer)
-        while not self._ready and not self._complete:
-            self._step()
-        return self._ready.popleft() if self._ready else None
+        self._spare.put(buffer)
+        piece = self._ready.get()
+        if isinstance(piece, Exception):
+            self._ready.put(piece)  # for the next
+            raise piece
+        return piece
 
     def stop(self) -> None:
         """See Windows."""
         self._stopped = True
+        self._spare.put(None)
 
     def close(self) -> None:
         """Gives up what is still open: CRIU, if it is alive, fails."""
+        self.stop()
+        if self._reader.ident is not None:
+            self._reader.join()
         for end in (self._listener, self._connection):
             if end is not None:
                 end.close()
@@ -90,9 +107,18 @@ class Incoming:
             os.close(fd)
         self._files.clear()
 
+    def _run(self) -> None:
+        try:
+            while not self._complete:
+                self._step()
+            self._on_complete()
+            self._ready.put(None)
+        except Exception as error:
+            self._ready.put(error)
+
     def _step(self) -> None:
         if self._stopped:
-            raise CriuFailed("the dump was given up", "run it again")
+            raise _given_up()
         events = self._poll.poll(_LOOK_MILLISECONDS)
         for fd, event in events:
             if fd in self._files:
@@ -108,8 +134,6 @@ class Incoming:
                 self._poll.unregister(fd)
             elif fd == self._process_fd:
                 raise CriuFailed("CRIU ended before all was stored", "see its log")
-            if self._ready:
-                return
         if self._held:
             self._look_for_the_end(idle=not events)
 
@@ -152,11 +176,18 @@ class Incoming:
         os.set_blocking(fd, False)
         memory = is_page_data(name, self._pages)
         opened = OpenFile(name, PAGES if memory else BYTES)
-        self._files[fd] = _File(fd, opened, self._buffer() if memory else None)
+        own = None
+        if memory:
+            own = self._of_files.pop() if self._of_files else Buffer()
+        self._files[fd] = _File(fd, opened, own)
         self._poll.register(fd, select.POLLIN)
 
     def _buffer(self) -> Buffer:
-        return self._spare.pop() if self._spare else Buffer()
+        """The next that somebody gives back. Raises CriuFailed when nobody will."""
+        buffer = self._spare.get()
+        if buffer is None:
+            raise _given_up()
+        return buffer
 
     def _read(self, file: "_File", more: bool) -> None:
         """Reads until the window is full or the pipe is empty; `more`: there is something."""
@@ -197,11 +228,15 @@ class Incoming:
                 self._hand_out(self._small.empty(self.sequence))
             self._small.add(file.open.path, file.whole())
         if file.buffer is not None:
-            self._spare.append(file.buffer)
+            self._of_files.append(file.buffer)
 
     def _hand_out(self, piece: Window | Group) -> None:
-        self._ready.append(piece)
+        self._ready.put(piece)
         self.sequence += 1
+
+
+def _given_up() -> CriuFailed:
+    return CriuFailed("the dump was given up", "run it again")
 
 
 class _File:

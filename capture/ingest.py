@@ -24,7 +24,7 @@ from icefloe.chunker import Marks, scan
 from icefloe.errors import BadSource, CorruptManifest
 from icefloe.ids import BlockId, Name, PackId, block_id
 from icefloe.store import manifest as manifests
-from icefloe.store.codecs import Encoder, PolicyName
+from icefloe.store.codecs import Encoded, Encoder, PolicyName, as_it_is
 from icefloe.store.manifest import ImageFile, Manifest
 from icefloe.store.pack import Kind, StoredBlock
 from icefloe.store.writer import PackWriter
@@ -229,12 +229,13 @@ class Ingest:
             with self._counting:
                 self._ready -= 1
 
-    def _encoder(self, worker: "_Worker") -> Encoder:
-        """Unless one waits while another reads, coding is what holds up the reading."""
-        if not self._hurry or self._ready > 1 or self._policy == "fast":
-            return worker.encoder
+    def _encode(self, worker: "_Worker") -> Callable[[memoryview], Encoded]:
+        """Unless one waits while another takes, coding is what holds up the reading. What is not
+        coded at all is fastest, until the disk can't keep up."""
+        if not self._hurry or self._ready > 1:
+            return worker.encoder.encode
         self.hurried = True
-        return worker.quick
+        return worker.quick.encode if self._writer.disk_is_behind else as_it_is
 
     def _do_group(self, group: Group, worker: "_Worker") -> None:
         with self._cutting.turn(group.sequence):
@@ -316,10 +317,10 @@ class Ingest:
                     fresh[identity] = raw
         known = self._store.catalog.known(list(fresh))
         blocks = []
-        encoder = self._encoder(worker)
+        encode = self._encode(worker)
         for (identity, raw), is_known in zip(fresh.items(), known, strict=True):
             if not is_known:
-                coded = encoder.encode(raw)
+                coded = encode(raw)
                 block = StoredBlock(identity, Kind.DATA, coded.codec, len(raw), coded.payload)
                 blocks.append(block)
         return numbers, blocks

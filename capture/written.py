@@ -28,10 +28,10 @@ class Written:
         self._tree: Tree | None = None
         self._rest: CheckpointWindows | None = None
 
-    def expect(self) -> None:
+    def start(self) -> None:
         """CRIU has been started."""
         if self._incoming is not None:
-            self._incoming.expect(self._dump.held, self._dump.pidfd)
+            self._incoming.start(self._dump.held, self._dump.pidfd, self._all_read)
 
     def take(self, buffer: Buffer) -> Window | Group | None:
         """See Windows. Raises CriuFailed, SourceUnreadable or SourceChanged."""
@@ -39,12 +39,12 @@ class Written:
             sequence = 0
             if self._incoming is None:
                 self._dump.wait_held()
+                self._all_read()
             elif (piece := self._incoming.take(buffer)) is not None:
                 return piece
             else:
                 sequence = self._incoming.sequence
                 buffer = Buffer()
-            self._all_read()
             self._tree = Tree(self._dump.images, without={SOCKET})
             self._rest = CheckpointWindows(self._tree, self.entries, self._pages, sequence)
         return self._rest.take(buffer)

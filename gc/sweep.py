@@ -6,15 +6,17 @@ catalog points at bytes that are there.
 """
 
 import time
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from icefloe import durable
 from icefloe.catalog import DeadBlocks, LocalStore, PackRow
-from icefloe.ids import BlockId
+from icefloe.durable import Buffer
+from icefloe.ids import BlockId, PackId
 from icefloe.store.codecs import Codec
 from icefloe.store.pack import Kind, StoredBlock, read_index
 from icefloe.store.reader import BlockReader, Location
@@ -24,7 +26,7 @@ from icefloe.store.writer import PackWriter, staging_leftovers
 REWRITE_WHEN_DEAD = 0.25
 
 # Packs rewritten in one change: bounds the disk space that a collection needs for itself.
-_PACKS_AT_ONCE = 16
+PACKS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ def collect(store: LocalStore, options: GcOptions) -> GcResult:
         freed = _unlink(abandoned)
         freed += _drop(store, [packs[number] for number in plan.remove])
         goes = frozenset(i for i, t in zip(dead.ids, dead.since, strict=True) if t <= oldest)
-        for first in range(0, len(plan.rewrite), _PACKS_AT_ONCE):
-            batch = plan.rewrite[first : first + _PACKS_AT_ONCE]
+        for first in range(0, len(plan.rewrite), PACKS_AT_ONCE):
+            batch = plan.rewrite[first : first + PACKS_AT_ONCE]
             freed += _rewrite(store, [packs[number] for number in batch], goes)
     return GcResult(
         blocks_removed=plan.blocks_removed,
@@ -142,44 +144,64 @@ def _drop(store: LocalStore, packs: Sequence[PackRow]) -> int:
 
 def _rewrite(store: LocalStore, packs: Sequence[PackRow], goes: Set[BlockId]) -> int:
     """Copies what stays of these packs to new ones, then removes them. Returns the bytes freed."""
-    writer = PackWriter(store.layout)
-    try:
-        with BlockReader(store.layout) as reader:
-            for pack in packs:
-                _copy(store, reader, pack, goes, writer)
-        added = tuple(writer.finish())
-    except BaseException:
-        writer.abort()
-        raise
-    ids = tuple(pack.id for pack in packs)
-    store.commit("gc", packs_added=added, packs_dropped=ids)
-    return _unlink(map(store.layout.pack, ids)) - writer.stored_bytes
+    with BlockReader(store.layout) as reader, replacing(store) as replacement:
+        for pack in packs:
+            replacement.packs.append(pack.id)
+            stays = [row for row in blocks_of(store, pack) if row.where.id not in goes]
+            payloads = reader.read_stored([row.where for row in stays])
+            for row, payload in zip(stays, payloads, strict=True):
+                replacement.writer.append([row.stored(Codec(row.where.codec), payload)])
+    return replacement.freed_bytes
 
 
-def _copy(
-    store: LocalStore,
-    reader: BlockReader,
-    pack: PackRow,
-    goes: Set[BlockId],
-    writer: PackWriter,
-) -> None:
-    """Appends the blocks that stay, as they are stored, in their order."""
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """A block of a pack."""
+
+    where: Location
+    kind: Kind
+
+    def stored(self, codec: Codec, payload: Buffer) -> StoredBlock:
+        """The block, coded this way."""
+        return StoredBlock(self.where.id, self.kind, codec, self.where.raw, payload)
+
+
+def blocks_of(store: LocalStore, pack: PackRow) -> list[BlockRow]:
+    """What a pack holds, in its order. Raises CorruptPack or MissingPack."""
     index = read_index(store.layout.pack(pack.id))
-    ids = [BlockId(i.tobytes()) for i in index["id"]]
-    found, rows = store.catalog.find(ids)
+    found, rows = store.catalog.find([BlockId(i.tobytes()) for i in index["id"]])
     # Should another pack hold a copy of a block, its row says which one counts.
-    stays = found.copy()
-    stays[found] = rows["pack"] == pack.number
-    stays &= np.array([i not in goes for i in ids], np.bool_)
-    kept = index[stays]
-    locations = [
-        Location(BlockId(identity), pack.id, offset, stored, raw, codec)
-        for identity, offset, stored, raw, codec, _, _ in kept.tolist()
+    found[found] = rows["pack"] == pack.number
+    return [
+        BlockRow(Location(BlockId(identity), pack.id, offset, stored, raw, codec), Kind(kind))
+        for identity, offset, stored, raw, codec, kind, _ in index[found].tolist()
     ]
-    payloads = reader.read_stored(locations)
-    for where, kind, payload in zip(locations, kept["kind"].tolist(), payloads, strict=True):
-        block = StoredBlock(where.id, Kind(kind), Codec(where.codec), where.raw, payload)
-        writer.append([block])
+
+
+@dataclass(slots=True)
+class Replacement:
+    """New packs on their way to take the place of `packs`."""
+
+    writer: PackWriter
+    packs: list[PackId] = field(default_factory=list)
+    freed_bytes: int = 0
+
+
+@contextmanager
+def replacing(store: LocalStore) -> Iterator[Replacement]:
+    """At the end, what was written takes the place of the old packs; nothing does on an error."""
+    replacement = Replacement(PackWriter(store.layout))
+    try:
+        yield replacement
+        added = tuple(replacement.writer.finish())
+    except BaseException:
+        replacement.writer.abort()
+        raise
+    if not replacement.packs:
+        return
+    store.commit("gc", packs_added=added, packs_dropped=tuple(replacement.packs))
+    freed = _unlink(map(store.layout.pack, replacement.packs))
+    replacement.freed_bytes = freed - replacement.writer.stored_bytes
 
 
 def _unlink(paths: Iterable[Path]) -> int:

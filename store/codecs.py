@@ -76,6 +76,11 @@ class Encoded:
     payload: Buffer
 
 
+def as_it_is(raw: memoryview) -> Encoded:
+    """No coding."""
+    return Encoded(Codec.RAW, raw)
+
+
 class Encoder:
     """Compresses blocks by a policy. For one thread."""
 
@@ -87,13 +92,13 @@ class Encoder:
     def encode(self, raw: memoryview) -> Encoded:
         """Codes one block (1 byte to 256 MiB)."""
         if not self._worth_it(_sample(raw)):
-            return Encoded(Codec.RAW, raw)
+            return as_it_is(raw)
         if self._zstd is None:
             codec, payload = Codec.LZ4, lz4.block.compress(raw, store_size=False)
         else:
             codec, payload = Codec.ZSTD, self._zstd.compress(raw)
         if len(payload) >= len(raw):
-            return Encoded(Codec.RAW, raw)
+            return as_it_is(raw)
         return Encoded(codec, payload)
 
     def _worth_it(self, sample: Buffer) -> bool:

@@ -120,6 +120,11 @@ class PackWriter:
         future = self._publisher.submit(self._publish, staged, identity)
         self._publishing.append((staged, future))
 
+    @property
+    def disk_is_behind(self) -> bool:
+        """Packs are made faster than they get to the disk."""
+        return sum(not future.done() for _, future in self._publishing[-_MAX_UNPUBLISHED:]) > 1
+
     def _publish(self, staged: _Staged, identity: PackId) -> PackId:
         """A pack gets its name only when all of it is on the disk and reads back."""
         try:

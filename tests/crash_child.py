@@ -25,7 +25,7 @@ from icefloe.store import writer
 
 # What commands load when they run; a child that loads it again takes half a second.
 PRELOAD = (
-    "icefloe.capture.ingest",
+    "icefloe.capture.add",
     "icefloe.config",
     "icefloe.gc.capacity",
     "icefloe.gc.removal",
@@ -90,7 +90,7 @@ def _watch_commits(recorder: Recorder) -> None:
 def _make_small() -> None:
     """Several packs an image, and a change of its own for each pack that is rewritten."""
     writer.PackWriter.__init__.__defaults__ = (PACK_BYTES,)
-    sweep._PACKS_AT_ONCE = 1
+    sweep.PACKS_AT_ONCE = 1
 
 
 def _run(order: dict[str, Any]) -> None:
