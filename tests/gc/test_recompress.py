@@ -1,15 +1,14 @@
 """Blocks stored in a hurry are coded anew: smaller, never lost, never made whole when damaged."""
 
 import os
-import shutil
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import small_store
 from small_store import KIB
 
-from icefloe import durable
 from icefloe.catalog import LocalStore, open_store
 from icefloe.errors import CorruptBlock
 from icefloe.gc.audit import check
@@ -118,9 +117,6 @@ def test_dead_blocks_stay(root: Path) -> None:
         small_store.add(
             store, {"pages-1.img": small_store.text(400 * KIB, 7)}, "gone", None, "fast"
         )
-        from icefloe.gc.removal import remove
-        from icefloe.ids import parse_reference
-
         remove(store, [parse_reference("gone")])
         dead = set(store.catalog.dead_blocks().ids)
         assert dead
@@ -145,44 +141,53 @@ def test_damage_is_not_made_whole(root: Path) -> None:
         assert not any(store.layout.staging.iterdir())
 
 
-def killed(root: Path, step: int) -> bool:
-    """Recompresses in a child that kills itself at a step; whether it came so far."""
-    child = os.fork()
-    if not child:
-        steps = 0
+# Recompresses copies of a store, killed at the first step, the second, and so on to the end. Never
+# opens a store itself: a fork must not copy threads.
+_KILLED = """
+import os, shutil, signal, sys, traceback
+from pathlib import Path
+from icefloe import durable
+from icefloe.catalog import open_store
+from icefloe.gc.recompress import recompress
+from icefloe.store import writer
+root, copies = map(Path, sys.argv[1:])
+writer.PackWriter.__init__.__defaults__ = (160 << 10,)
 
-        def hook(operation: str, path: Path) -> None:
-            nonlocal steps
-            steps += 1
-            if steps == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+def run(copy, number):
+    steps = []
+    def hook(operation, path):
+        steps.append(operation)
+        if len(steps) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+    with open_store(copy, write=True) as store:
+        durable.hook = hook
+        recompress(store, [row.id for row in store.catalog.packs()], "balanced", 1)
+    os._exit(0)
 
-        code = 1
+number, status = 0, 9
+while status == 9:
+    number += 1
+    shutil.copytree(root, copies / str(number))
+    pid = os.fork()
+    if not pid:
         try:
-            with open_store(root, write=True) as store:
-                durable.hook = hook
-                recompress(store, packs_of(store), "balanced", 1)
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
+            run(copies / str(number), number)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
 
 
 def test_killed_at_every_step(root: Path, tmp_path: Path) -> None:
-    step = 1
-    while True:
-        copy = tmp_path / f"copy-{step}"
-        shutil.copytree(root, copy)
-        came_so_far = killed(copy, step)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    subprocess.run([sys.executable, "-c", _KILLED, root, copies], check=True, timeout=100)
+    assert len(list(copies.iterdir())) > 20, "there are more steps than these"
+    for copy in copies.iterdir():
         with open_store(copy, write=True) as store:
             problems = check(store, read_data=True).problems
             assert all(problem.waste for problem in problems), problems
             found = [small_store.exported(store, image.id) for image in store.catalog.images()]
             assert found == [TREE]
-        shutil.rmtree(copy)
-        if not came_so_far:
-            break
-        step += 1
-    assert step > 20, "there are more steps than these"
