@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help demo test lint bench criu clean
 
 help:
-	@echo "make demo   checkpoint, store and restore a real process"
+	@echo "make demo   capture and restore a real process"
 	@echo "make test   lint, types, import direction, the whole test suite"
 	@echo "make lint   ruff, mypy, import-linter"
 	@echo "make bench  the benchmarks, as tables and JSON in .cache/bench"
@@ -48,6 +48,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/ingest.py --bytes 64m --runs 1 --memory 16 --json .cache/bench/memory.json
 	$(BIN)/python bench/catalog.py --json .cache/bench/catalog.json
 	$(BIN)/python bench/restore.py --json .cache/bench/restore.json
+	$(BIN)/python bench/capture.py --json .cache/bench/capture.json
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -6,6 +6,10 @@ GPU memory and says whether that is what it should be:
 
     step 12 0.4711 1764738000.123
     check 12 ok
+
+    gpu_worker.py LOG WEIGHT_BYTES CACHE_BYTES SEED
+
+All workers have the same weights, and the seed decides what they work on.
 """
 
 import signal
@@ -19,7 +23,7 @@ import torch  # type: ignore[import-not-found,unused-ignore]
 _SIDE = 4096
 _STEP_VALUES = 1 << 16
 _LAYERS = 64
-_PAUSE_SECONDS = 0.1
+_PAUSE_SECONDS = 0.02
 
 
 def total(tensor: "torch.Tensor") -> int:
@@ -27,7 +31,7 @@ def total(tensor: "torch.Tensor") -> int:
     return int(tensor.view(torch.int16).sum(dtype=torch.int64))
 
 
-def main(log: Path, weight_bytes: int, cache_bytes: int) -> None:
+def main(log: Path, weight_bytes: int, cache_bytes: int, seed: int) -> None:
     """Runs until it is killed."""
     asked = False
 
@@ -42,6 +46,7 @@ def main(log: Path, weight_bytes: int, cache_bytes: int) -> None:
         torch.randn(_SIDE, _SIDE, **kind) * 0.02 for _ in range(weight_bytes // 2 // _SIDE**2)
     ]
     cache = torch.zeros(cache_bytes // 2, **kind)
+    torch.manual_seed(seed)
     state = torch.randn(16, _SIDE, **kind)
     sums = [total(weight) for weight in weights]
     cached, step = 0, 0
@@ -52,7 +57,7 @@ def main(log: Path, weight_bytes: int, cache_bytes: int) -> None:
         at = step * _STEP_VALUES % (cache.numel() - _STEP_VALUES)
         part = cache[at : at + _STEP_VALUES]
         cached -= total(part)
-        part += y.flatten()[:_STEP_VALUES].sum() + step
+        part += y.flatten()[:_STEP_VALUES] + step
         cached += total(part)
         figure = float(y.float().abs().sum())
         with log.open("a") as file:
@@ -66,4 +71,4 @@ def main(log: Path, weight_bytes: int, cache_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

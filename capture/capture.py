@@ -60,8 +60,9 @@ class CaptureOptions:
 class Frozen:
     """How long the tree stood still, and what that was spent on, in seconds.
 
-    `freezing`, `collecting` and `writing` are CRIU's own figures; `committing` is from the last
-    byte read until the image was committed, `ending` until the tree was gone.
+    `dump` is what CRIU took, of which `freezing`, `collecting` and `writing` are its own figures;
+    `committing` is from the last byte read until the image was committed, `ending` from CRIU's end
+    until the tree was gone.
     """
 
     seconds: float
@@ -331,17 +332,20 @@ class _Capture:
         else:
             seconds = times.over - times.dumping
         ended = not self._options.leave_running
+        suspending = times.suspended - times.locking
+        committing = times.committed - times.read if ended else 0.0
+        last = times.over - times.dumped
         return Frozen(
             seconds=seconds,
             cuda_lock=times.locked - times.locking,
             cuda_checkpoint=times.suspended - times.locked,
-            dump=times.read - times.dumping,
+            dump=seconds - suspending - committing - last,
             freezing=own.freezing,
             collecting=own.collecting,
             writing=own.writing,
-            committing=times.committed - times.read if ended else 0.0,
-            ending=times.over - times.dumped if ended else 0.0,
-            cuda_resume=0.0 if ended else times.over - times.dumped,
+            committing=committing,
+            ending=last if ended else 0.0,
+            cuda_resume=0.0 if ended else last,
         )
 
 

@@ -8,7 +8,7 @@ The driver API (CUDA driver API, "CUDA Checkpointing") has it since driver 570.
 import importlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -37,6 +37,9 @@ class CudaState(IntEnum):
     FAILED = 3
 
 
+Moves = Sequence[tuple[str, str]]
+
+
 class Cuda(Protocol):
     """What is needed of the driver; pids are those of this machine. All but `facts` and `state`
     raise CudaFailed."""
@@ -53,8 +56,9 @@ class Cuda(Protocol):
     def checkpoint(self, pid: int) -> None:
         """Moves the GPU's memory into the process."""
 
-    def restore(self, pid: int) -> None:
-        """Moves it back. The process must run."""
+    def restore(self, pid: int, moves: Moves = ()) -> None:
+        """Moves it back. The process must run. `moves`: for every GPU the old UUID and the new,
+        when they are others."""
 
     def unlock(self, pid: int) -> None:
         """Lets work in again."""
@@ -132,10 +136,21 @@ class Nvidia:
         arguments = self._api.CUcheckpointCheckpointArgs()
         self._ask("cuCheckpointProcessCheckpoint", "checkpoint", pid, arguments)
 
-    def restore(self, pid: int) -> None:
+    def restore(self, pid: int, moves: Moves = ()) -> None:
         """See Cuda."""
         arguments = self._api.CUcheckpointRestoreArgs()
+        if moves:
+            arguments.gpuPairs = [self._pair(old, new) for old, new in moves]
+            arguments.gpuPairsCount = len(moves)
         self._ask("cuCheckpointProcessRestore", "restore", pid, arguments)
+
+    def _pair(self, old: str, new: str) -> Any:
+        pair = self._api.CUcheckpointGpuPair()
+        for field, uuid in (("oldUuid", old), ("newUuid", new)):
+            number = self._api.CUuuid()
+            number.bytes = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
+            setattr(pair, field, number)
+        return pair
 
     def unlock(self, pid: int) -> None:
         """See Cuda."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from icefloe.capture import fit
 from icefloe.capture.criu import Criu
-from icefloe.capture.cuda import Cuda, OpenCuda
-from icefloe.capture.facts import machine_facts
+from icefloe.capture.cuda import Cuda, Moves, OpenCuda
+from icefloe.capture.facts import CudaFacts, decode_cuda, machine_facts
 from icefloe.capture.fit import Mismatch
 from icefloe.errors import CudaFailed
 from icefloe.store.manifest import Manifest
@@ -17,10 +17,14 @@ from icefloe.store.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What differs, and the way to CUDA, if the image needs it and there is one."""
+    """What differs, and the way to CUDA, if the image needs it and there is one.
+
+    `moves`: which GPU takes the place of which, if others do.
+    """
 
     mismatches: tuple[Mismatch, ...]
     cuda: Cuda | None
+    moves: Moves
 
     @property
     def fits(self) -> bool:
@@ -47,7 +51,16 @@ def judge(
         bool(cuda_pids(manifest)),
         reason,
     )
-    return Verdict(found, cuda)
+    return Verdict(found, cuda, _moves(decode_cuda(manifest.facts), here))
+
+
+def _moves(then: CudaFacts | None, now: CudaFacts | None) -> Moves:
+    """GPU by GPU, in order. All of them, or none when they are where they were."""
+    if then is None or now is None:
+        return ()
+    pairs = [(a.uuid, b.uuid) for a, b in zip(then.gpus, now.gpus, strict=False)]
+    known = all(old and new for old, new in pairs)
+    return pairs if known and any(old != new for old, new in pairs) else ()
 
 
 def cuda_pids(manifest: Manifest) -> list[int]:

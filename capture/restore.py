@@ -114,7 +114,7 @@ def restore_image(
     verdict = gate.judge(manifest, program, options.expected, open_cuda)
     if not options.ignore_incompatible:
         fit.require(verdict.mismatches)
-    waking = Waking(verdict.cuda, gate.cuda_pids(manifest), options.cuda_seconds)
+    waking = Waking(verdict.cuda, gate.cuda_pids(manifest), options.cuda_seconds, verdict.moves)
     allocator.keep_freed()
     trace = tracing.load(store.layout, options.lineage)
     door = options.door or tracing.choose_door(trace)

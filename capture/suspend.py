@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from icefloe.capture import processes
-from icefloe.capture.cuda import Cuda, CudaState
+from icefloe.capture.cuda import Cuda, CudaState, Moves
 from icefloe.errors import CudaFailed, IcefloeError
 
 # How long the work on a GPU may take to finish. It ends by itself, or never.
@@ -31,18 +31,18 @@ def checkpoint(cuda: Cuda, pids: Sequence[int], seconds: float) -> None:
     in_parallel(cuda.checkpoint, pids, seconds, "checkpoint")
 
 
-def resume(cuda: Cuda, pids: Sequence[int], seconds: float) -> None:
+def resume(cuda: Cuda, pids: Sequence[int], seconds: float, moves: Moves = ()) -> None:
     """Restores and unlocks all, side by side, whatever was done to each. They must run.
 
-    Raises CudaFailed for the first that can't be, when all have been tried.
+    `moves`: see Cuda. Raises CudaFailed for the first that can't be, when all have been tried.
     """
-    in_parallel(lambda pid: _wake(cuda, pid), pids, seconds, "restore")
+    in_parallel(lambda pid: _wake(cuda, pid, moves), pids, seconds, "restore")
 
 
-def _wake(cuda: Cuda, pid: int) -> None:
+def _wake(cuda: Cuda, pid: int, moves: Moves) -> None:
     state = cuda.state(pid)
     if state is CudaState.CHECKPOINTED:
-        cuda.restore(pid)
+        cuda.restore(pid, moves)
         state = CudaState.LOCKED
     if state is CudaState.LOCKED:
         cuda.unlock(pid)

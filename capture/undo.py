@@ -124,10 +124,11 @@ def let_run(doing: Doing) -> None:
     """Continues the processes of the tree, but for those that were stopped before."""
     if doing.cgroup:
         _thaw(Path(doing.cgroup))
-    if doing.committed:  # only then CRIU was told to leave them stopped
-        for process in processes.tree(doing.root):
-            if process.pid not in doing.stopped:
-                _signal(process, signal.SIGCONT)
+    for process in processes.tree(doing.root):
+        # CRIU leaves them stopped when it was told that the image is committed, or when its action
+        # script was killed. In the first case the signal may still be on its way.
+        if process.pid not in doing.stopped and (doing.committed or process.stopped):
+            _signal(process, signal.SIGCONT)
 
 
 def kill(root: Process, also: Collection[Process] = ()) -> None:

@@ -5,19 +5,25 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from icefloe.capture import processes, suspend
-from icefloe.capture.cuda import Cuda
+from icefloe.capture.cuda import Cuda, Moves
 from icefloe.errors import CudaFailed
 
 
 class Waking:
-    """For the processes that had CUDA at the capture; `pids` are those that they see themselves."""
+    """For the processes that had CUDA at the capture; `pids` are those that they see themselves.
 
-    def __init__(self, cuda: Cuda | None, pids: Sequence[int], seconds: float) -> None:
+    `moves`: which GPU takes the place of which, if others do.
+    """
+
+    def __init__(
+        self, cuda: Cuda | None, pids: Sequence[int], seconds: float, moves: Moves = ()
+    ) -> None:
         self.seconds = 0.0
         """How long it took."""
         self._cuda = cuda
         self._pids = pids
         self._limit = seconds
+        self._moves = moves
         self._done: Future[None] | None = None
 
     def start(self, root: int) -> None:
@@ -52,5 +58,5 @@ class Waking:
                 f"process {missing[0]}, which has CUDA to be restored, is not there",
                 "see what ended it",
             )
-        suspend.resume(self._cuda, [outside[pid] for pid in self._pids], self._limit)
+        suspend.resume(self._cuda, [outside[pid] for pid in self._pids], self._limit, self._moves)
         self.seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""`make demo`: checkpoints a real process twice, stores both, restores the second.
+"""`make demo`: captures a running process twice, and restores the second image.
 
 Where CRIU can't run it says why and does the same with a generated checkpoint, which is exported
 and compared instead of restored. Everything happens in .cache/demo.
@@ -77,15 +77,6 @@ def wait_for_counts(number: int) -> None:
         time.sleep(0.05)
 
 
-def dump(criu: Path, folder: Path, *arguments: str) -> None:
-    """Runs CRIU, and shows it."""
-    print(f"$ criu dump -D {str(folder).replace(str(PLACE), '$DEMO')} {' '.join(arguments)}")
-    log = PLACE / "dump.log"
-    command = [str(criu), "dump", "-D", str(folder), "-o", str(log), "-v2", *arguments]
-    if subprocess.run(command).returncode:
-        raise Failed(f"criu dump failed, see {log}")
-
-
 def reap(pid: int) -> None:
     """Ends the process, if it still runs, and takes it off the process table."""
     try:
@@ -112,18 +103,15 @@ def real_demo(criu: Path) -> None:
     )
     try:
         wait_for_counts(5)
-        say("it is checkpointed twice, one second apart; the second time it ends")
-        for name in ("first", "second"):
-            (PLACE / name).mkdir()
-        dump(criu, PLACE / "first", "-t", str(process.pid), "--leave-running")
-        wait_for_counts(len(counts()) + 10)
-        dump(criu, PLACE / "second", "-t", str(process.pid))
-        process.wait()
-        store_both("first", "second")
-        say("the checkpoints are deleted; the process comes back to life out of the store")
-        shutil.rmtree(PLACE / "first")
-        shutil.rmtree(PLACE / "second")
+        say("it is captured twice, one second apart; the second time it ends")
         os.environ["ICEFLOE_CAPTURE_CRIU"] = str(criu)
+        pid = str(process.pid)
+        icefloe("capture", "demo:first", "--pid", pid, "--leave-running")
+        wait_for_counts(len(counts()) + 10)
+        icefloe("capture", "demo:second", "--pid", pid, "--label", "made-by=demo")
+        process.wait()
+        show_both()
+        say("the process comes back to life out of the store")
         before = counts()
         icefloe("restore", "demo:second")
         wait_for_counts(len(before) + 10)
@@ -144,6 +132,11 @@ def store_both(first: str, second: str) -> None:
     say("both are stored")
     icefloe("add", PLACE / first, "demo:first", "--label", "made-by=demo")
     icefloe("add", PLACE / second, "demo:second", "--label", "made-by=demo")
+    show_both()
+
+
+def show_both() -> None:
+    """What the store says of them."""
     print()
     icefloe("ls")
     shared = icefloe_json("diff", "demo:first", "demo:second")
