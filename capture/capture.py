@@ -108,11 +108,11 @@ def capture_tree(
     Raises NoProcess, UsageError, CriuFailed or CudaFailed before anything was touched, and
     CaptureAborted when the tree was frozen already and runs on.
     """
-    check_arguments(options.arguments, options.stream)
-    criu.require_root()
+    root = check(options)
     program = criu.find_criu(options.criu)
-    root = _root_of(options.pid)
     members = processes.tree(root)
+    if not members:
+        raise NoProcess(options.pid)
     gpu_pids = users(members) if options.cuda == "auto" else []
     cuda = open_cuda() if gpu_pids else None
     here = facts.machine_facts(program.version, cuda.facts() if cuda else None)
@@ -147,15 +147,21 @@ def _recompress(
         return 0, error
 
 
-def _root_of(pid: int) -> Process:
-    root = processes.look(pid)
+def check(options: CaptureOptions) -> Process:
+    """The first process, when nothing speaks against it. For this no store is needed.
+
+    Raises UsageError, CriuFailed or NoProcess.
+    """
+    check_arguments(options.arguments, options.stream)
+    criu.require_root()
+    root = processes.look(options.pid)
     if root is None or root.dead:
-        raise NoProcess(pid)
+        raise NoProcess(options.pid)
     ancestor: Process | None = processes.look(os.getpid())
     while ancestor is not None and ancestor.pid:
-        if ancestor.pid == pid:
+        if ancestor.pid == root.pid:
             raise UsageError(
-                f"icefloe itself is below process {pid}", "run it from outside of the tree"
+                f"icefloe itself is below process {root.pid}", "run it from outside of the tree"
             )
         ancestor = processes.look(ancestor.parent)
     return root

@@ -19,11 +19,20 @@ _OLDEST = (4, 0)
 _VERSION = re.compile(r"Version:\s*(\d+)\.(\d+)")
 _ERROR = re.compile(r"Error \([^)]*\): (.*)")
 
+# What getopt_long(3) says.
+_BAD_OPTION = re.compile(
+    r"(?:unrecognized|invalid|ambiguous|requires).*(?:option|argument).*|option.*(?:ambiguous|requires).*"
+)
+
 # Errors that it survives, or that say nothing.
 _NOISE = re.compile(r"RLIMIT_NOFILE|Restoring FAILED|Dumping FAILED")
 
 # What to do about errors that CRIU's own words don't explain. First match wins.
 _ADVICE = (
+    (
+        re.compile(r"Pre-stream script failed|execvp"),
+        "set TMPDIR to a folder in which programs may be run",
+    ),
     (
         re.compile(r"Can't fork for \d+: File exists|pid \d+.* (already|busy)", re.IGNORECASE),
         "its pid is taken here: end the process that has it, or restore in a pid namespace of its "
@@ -135,14 +144,13 @@ def require_root() -> None:
 
 def failure(what: str, code: int, words: bytes, log: Path) -> CriuFailed:
     """Why CRIU ended with `code`, by its log and what it said on standard error."""
-    found: list[str] = []
+    told = words.decode(errors="replace")
     if log.exists():
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-            found = _ERROR.findall(file.read().decode(errors="replace"))
-    found = [line for line in found if not _NOISE.search(line)]
-    if not found:
-        found = words.decode(errors="replace").strip().splitlines()[-1:]
+            told += file.read().decode(errors="replace")
+    found = [line for line in _ERROR.findall(told) if not _NOISE.search(line)]
+    found = found or _BAD_OPTION.findall(told) or told.strip().splitlines()[-1:]
     reasons = list(dict.fromkeys(line.strip() for line in found))
     shown = "; ".join(reasons[:3]) or f"exit code {code}, and no word about it"
     for pattern, advice in _ADVICE:

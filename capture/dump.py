@@ -26,8 +26,8 @@ read -r answer <"/proc/$PPID/fd/$ICEFLOE_ANSWER"
 [ "$answer" = go ]
 """
 
-# How long CRIU may take to undo what it did.
-_UNDOING_SECONDS = 60.0
+# How long CRIU may take to undo what it did. Without streams it writes its files to the end first.
+_UNDOING_SECONDS = 600.0
 
 _OURS = "icefloe sets it by itself"
 _ELSEWHERE = "the memory would go elsewhere"

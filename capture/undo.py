@@ -68,6 +68,7 @@ class Watcher:
 def stand_by(open_cuda: OpenCuda, cuda_seconds: float) -> Watcher:
     """Forks the watcher. To be called before there are threads."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # may have come ignored: then CRIU never fails
     pid = os.fork()
     if pid:
         theirs.close()

@@ -57,7 +57,7 @@ def capture(
     watcher = stand_by(Nvidia, config.cuda_seconds)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    from icefloe.capture.capture import CaptureOptions, capture_tree
+    from icefloe.capture.capture import CaptureOptions, capture_tree, check
     from icefloe.capture.ingest import IngestOptions
 
     options = CaptureOptions(
@@ -70,6 +70,7 @@ def capture(
         cuda=cuda,
         cuda_seconds=config.cuda_seconds,
     )
+    check(options)  # before a store is made for nothing
     with (
         context.open(write=True, create=True) as store,
         context.progress("capturing", None) as progress,
