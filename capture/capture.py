@@ -7,12 +7,9 @@ committed. Whatever fails, and wherever, the tree runs on (capture/undo.py).
 """
 
 import os
-import signal
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +19,7 @@ from icefloe.capture.cuda import Cuda, OpenCuda, users
 from icefloe.capture.dump import Dump, argument_of, check_arguments
 from icefloe.capture.images import DumpTimes
 from icefloe.capture.ingest import AddResult, Ingest, IngestOptions, Progress
+from icefloe.capture.interrupts import Interrupts
 from icefloe.capture.processes import Process
 from icefloe.capture.undo import Doing, Watcher
 from icefloe.capture.written import Written
@@ -118,8 +116,8 @@ def capture_tree(
     here = facts.machine_facts(program.version, cuda.facts() if cuda else None)
     needed = 0 if options.stream else sum(processes.resident_bytes(p.pid) for p in members)
     place = scratch.place(needed)
-    with tempfile.TemporaryDirectory(prefix="icefloe-capture-", dir=place) as folder:
-        run = _Capture(store, options, watcher, cuda, members, Path(folder), progress)
+    with scratch.folder("icefloe-capture-", place) as folder:
+        run = _Capture(store, options, watcher, cuda, members, folder, progress)
         try:
             added = run.capture(program, here, name, labels)
         finally:
@@ -217,21 +215,23 @@ class _Capture:
         self, program: criu.Criu, here: dict[str, Any], name: Name, labels: Mapping[str, str]
     ) -> AddResult:
         """All of it. The tree runs on, or is gone, when this returns or raises."""
-        try:
-            self._suspend(here)
-            self._start(program)
-            self.ingest.run(self._written)
-            self._written.verify()
-            if self._running_on is not None:
-                self._running_on.result()
-            image = self.ingest.finish(self._written.entries, here, labels)
-            if not self._options.leave_running:
-                self._dump.check_alive()
-            added = self.ingest.commit(image, name)
-        except BaseException as error:
-            with _uninterrupted():
+        with Interrupts() as interrupts:
+            try:
+                self._suspend(here)
+                self._start(program)
+                with interrupts.allowed():
+                    self.ingest.run(self._written)
+                self._written.verify()
+                if self._running_on is not None:
+                    self._running_on.result()
+                image = self.ingest.finish(self._written.entries, here, labels)
+                with interrupts.allowed():
+                    pass  # the last moment
+                if not self._options.leave_running:
+                    self._dump.check_alive()
+                added = self.ingest.commit(image, name)
+            except BaseException as error:
                 raise self._undo(error) from error
-        with _uninterrupted():
             self._times.committed = time.monotonic()
             if not self._options.leave_running:
                 self._end()
@@ -322,7 +322,8 @@ class _Capture:
         try:
             self._wake()
         except IcefloeError as failed:
-            return CudaFailed(f"{failed.happened}, after {reason}", failed.advice)
+            why = reason.happened if isinstance(reason, IcefloeError) else "it was interrupted"
+            return CudaFailed(f"{failed.happened}, after this: {why}", failed.advice)
         if isinstance(reason, KeyboardInterrupt):
             return KeyboardInterrupt("nothing was stored, the processes run on")
         touched = self._times.locking or self._times.dumping
@@ -359,14 +360,3 @@ def _stored_all_the_same(error: IcefloeError) -> IcefloeError:
     kind = CudaFailed if isinstance(error, CudaFailed) else CriuFailed
     happened = f"{error.happened}; the image is stored all the same, and the processes run on"
     return kind(happened, error.advice)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """The tree is seen to before any signal is."""
-    ours = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

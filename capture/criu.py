@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from icefloe.capture import scratch
 from icefloe.errors import CriuFailed
 
 # Older ones lack the events of userfaultfd, or fail on current kernels.
@@ -153,7 +154,9 @@ def failure(what: str, code: int, words: bytes, log: Path) -> CriuFailed:
     found = found or _BAD_OPTION.findall(told) or told.strip().splitlines()[-1:]
     reasons = list(dict.fromkeys(line.strip() for line in found))
     shown = "; ".join(reasons[:3]) or f"exit code {code}, and no word about it"
+    copy = scratch.kept(log)
+    place = f"its log is {copy}" if copy else "its log could not be kept"
     for pattern, advice in _ADVICE:
         if any(pattern.search(reason) for reason in reasons):
-            return CriuFailed(f"{what} failed ({shown})", f"{advice}; its log is {log}")
-    return CriuFailed(f"{what} failed ({shown})", f"its log is {log}")
+            return CriuFailed(f"{what} failed ({shown})", f"{advice}; {place}")
+    return CriuFailed(f"{what} failed ({shown})", place)

@@ -7,13 +7,15 @@ failed or is gone, it undoes what it did and lets them run on.
 """
 
 import os
+import select
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from icefloe.capture import criu, images, scratch
+from icefloe import durable
+from icefloe.capture import criu, images
 from icefloe.capture.criu import Criu
 from icefloe.capture.images import DumpTimes
 from icefloe.errors import BadImage, CriuFailed, UsageError
@@ -28,6 +30,9 @@ read -r answer <"/proc/$PPID/fd/$ICEFLOE_ANSWER"
 
 # How long CRIU may take to undo what it did. Without streams it writes its files to the end first.
 _UNDOING_SECONDS = 600.0
+
+# How often to see whether to stop.
+_LOOK_MILLISECONDS = 200
 
 _OURS = "icefloe sets it by itself"
 _ELSEWHERE = "the memory would go elsewhere"
@@ -54,6 +59,10 @@ _REFUSED = {
 }
 _REFUSED_STREAMING = {"--auto-dedup": "CRIU can't do both; add --no-stream"}
 
+# Of CRIU's short options (criu/config.c) those that take a value.
+_WITH_VALUE = "tDorJWLM"
+_WITH_VALUE_ATTACHED = "vx"
+
 # A shorter beginning of a long option is never unambiguous for CRIU.
 _SHORTEST = 4
 
@@ -61,15 +70,34 @@ _SHORTEST = 4
 def check_arguments(arguments: Sequence[str], stream: bool) -> None:
     """Raises UsageError for options of CRIU's that don't go with a capture."""
     refused = {**_REFUSED, **(_REFUSED_STREAMING if stream else {})}
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        for option, reason in refused.items():
-            if option.startswith("--"):
-                hit = len(name) >= _SHORTEST and option.startswith(name)
-            else:
-                hit = name.startswith(option) and not name.startswith("--")
-            if hit:
-                raise UsageError(f"{argument} can't be given to CRIU ({reason})", "leave it out")
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return  # what follows are no options
+        if argument.startswith("--"):
+            name = argument.partition("=")[0]
+            found = [o for o in refused if len(name) >= _SHORTEST and o.startswith(name)]
+        else:
+            letters, takes_next = _letters(argument)
+            found = [f"-{letter}" for letter in letters if f"-{letter}" in refused]
+            if takes_next and rest:
+                rest.pop(0)
+        if found:
+            reason = refused[found[0]]
+            raise UsageError(f"{argument} can't be given to CRIU ({reason})", "leave it out")
+
+
+def _letters(argument: str) -> tuple[str, bool]:
+    """The options in one word, as getopt(3) reads it; whether the last takes the next word."""
+    if not argument.startswith("-"):
+        return "", False
+    for i, letter in enumerate(argument[1:], 1):
+        if letter in _WITH_VALUE:
+            return argument[1 : i + 1], i + 1 == len(argument)
+        if letter in _WITH_VALUE_ATTACHED:
+            return argument[1 : i + 1], False
+    return argument[1:], False
 
 
 def argument_of(option: str, arguments: Sequence[str]) -> str:
@@ -85,12 +113,14 @@ class Dump:
     """One run of `criu dump`, in a folder that holds `images` and its working files."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises NoSpace or NotWritable."""
         self.images = folder / "images"
-        self.images.mkdir(mode=0o700)
         self._folder = folder
         self._script = folder / "action"
-        self._script.write_text(_SCRIPT)
-        self._script.chmod(0o700)
+        with durable.write_errors(folder):
+            self.images.mkdir(mode=0o700)
+            self._script.write_text(_SCRIPT)
+            self._script.chmod(0o700)
         self._log = folder / "dump.log"
         self._words = tempfile.TemporaryFile()
         self._process: subprocess.Popen[bytes] | None = None
@@ -113,8 +143,13 @@ class Dump:
             os.close(fd)
         self._held = self._answer_to = -1
 
-    def wait_held(self) -> None:
-        """Until all is written. Raises CriuFailed when CRIU ends without."""
+    def wait_held(self, stopped: Callable[[], bool]) -> None:
+        """Until all is written. Raises CriuFailed when CRIU ends without, or this has `stopped`."""
+        poll = select.poll()
+        poll.register(self.held, select.POLLIN)
+        while not poll.poll(_LOOK_MILLISECONDS):
+            if stopped():
+                raise CriuFailed("the dump was given up", "run it again")
         if os.read(self.held, 16) == b"":
             raise CriuFailed("CRIU ended before all was written", "see its log")
 
@@ -134,8 +169,7 @@ class Dump:
         assert self._process is not None
         if code := self._process.wait():
             self._words.seek(0)
-            log = scratch.kept(self._log)
-            raise criu.failure("criu dump", code, self._words.read(), log)
+            raise criu.failure("criu dump", code, self._words.read(), self._log)
         stats = self._folder / "stats-dump"
         try:
             return images.decode_dump_stats(stats.read_bytes(), str(stats))
@@ -146,7 +180,6 @@ class Dump:
         """Has CRIU let the tree run on, and ends it. Returns its reason, if it failed first."""
         if self._process is None:
             return error
-        failed = self._process.poll() is not None or isinstance(error, CriuFailed)
         self._close(self._answer)
         self._answer = -1
         try:
@@ -154,7 +187,7 @@ class Dump:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if failed:
+        if isinstance(error, CriuFailed):
             try:
                 self.finish()
             except CriuFailed as reason:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -94,6 +95,9 @@ class Incoming:
         """See Windows."""
         self._stopped = True
         self._spare.put(None)
+        if self._connection is not None:
+            with suppress(OSError):  # a request that never ends ends now
+                self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Gives up what is still open: CRIU, if it is alive, fails."""

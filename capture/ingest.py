@@ -136,6 +136,7 @@ class Ingest:
         self._progress = progress
         self._reading = threading.Lock()
         self._counting = threading.Lock()
+        self._failure: BaseException | None = None
         self._ready = 0  # workers that read or wait for their turn to
         self._claiming = threading.Lock()
         self._cutting = _Turns()
@@ -146,13 +147,13 @@ class Ingest:
         with ThreadPoolExecutor(self._workers, "ingest") as pool:
             futures = [pool.submit(self._work, source) for _ in range(self._workers)]
             try:
-                errors = [error for f in futures if (error := f.exception()) is not None]
+                for future in futures:
+                    future.exception()  # waits
             except BaseException:  # an interrupt, while waiting
                 self._stop(source)
                 raise
-        real = [error for error in errors if not isinstance(error, _Stopped)]
-        if real:
-            raise real[0]
+        if self._failure is not None:
+            raise self._failure
 
     def _stop(self, source: Windows) -> None:
         source.stop()
@@ -215,9 +216,12 @@ class Ingest:
                 else:
                     worker.buffer = window.buffer
                     self._do_window(window, worker)
-        except BaseException:
+        except _Stopped:
+            pass
+        except BaseException as error:
+            with self._counting:
+                self._failure = self._failure or error
             self._stop(source)
-            raise
 
     def _next(self, source: Windows, buffer: Buffer) -> Window | Group | None:
         with self._counting:

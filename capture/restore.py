@@ -129,8 +129,8 @@ def restore_image(
     with ExitStack() as stack:
         stack.callback(source.close)
         place = scratch.place(files.total_bytes if door == "eager" else 0)
-        folder = tempfile.TemporaryDirectory(prefix="icefloe-restore-", dir=place)
-        run = _Run(program, options, door, Path(stack.enter_context(folder)), started, waking)
+        folder = stack.enter_context(scratch.folder("icefloe-restore-", place))
+        run = _Run(program, options, door, folder, started, waking)
         run.differences = verdict.mismatches
         if door == "lazy":
             return _restore_lazily(run, memories, files, source, store, guard, trace)
@@ -238,7 +238,7 @@ class _Run:
         """Waits for CRIU's end; the processes run. Raises CriuFailed."""
         if code := process.wait():
             self._words.seek(0)
-            raise criu.failure("criu restore", code, self._words.read(), scratch.kept(self._log))
+            raise criu.failure("criu restore", code, self._words.read(), self._log)
         self.resumed = time.monotonic()
         self.pid = int(self._pidfile.read_text())
         self.waking.start(self.pid)

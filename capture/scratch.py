@@ -3,8 +3,11 @@
 import os
 import re
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from icefloe import durable
 
 _MEMORY = Path("/dev/shm")
 _RESERVE_BYTES = 1 << 30
@@ -25,9 +28,22 @@ def place(needed: int) -> str | None:
     return str(_MEMORY) if fits else None
 
 
-def kept(log: Path) -> Path:
-    """The log of a failure outlives the folder for CRIU."""
-    fd, name = tempfile.mkstemp(prefix="icefloe-", suffix=".log")
-    with os.fdopen(fd, "wb") as file, suppress(FileNotFoundError):
-        file.write(log.read_bytes())
+@contextmanager
+def folder(prefix: str, where: str | None) -> Iterator[Path]:
+    """A folder for a while. Raises NoSpace or NotWritable."""
+    with durable.write_errors(Path(where or tempfile.gettempdir())):
+        made = tempfile.TemporaryDirectory(prefix=prefix, dir=where)
+    with made as name:
+        yield Path(name)
+
+
+def kept(log: Path) -> Path | None:
+    """A copy of the log of a failure, which outlives the folder for CRIU; None without room."""
+    try:
+        content = log.read_bytes()
+        fd, name = tempfile.mkstemp(prefix="icefloe-", suffix=".log")
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+    except OSError:
+        return None
     return Path(name)

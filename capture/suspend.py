@@ -40,17 +40,21 @@ def resume(cuda: Cuda, pids: Sequence[int], seconds: float, moves: Moves = ()) -
 
 
 def _wake(cuda: Cuda, pid: int, moves: Moves) -> None:
-    state = cuda.state(pid)
-    if state is CudaState.CHECKPOINTED:
-        cuda.restore(pid, moves)
-        state = CudaState.LOCKED
-    if state is CudaState.LOCKED:
-        cuda.unlock(pid)
-    elif state is not CudaState.RUNNING:
-        there = processes.look(pid)
-        gone = there is None or there.dead
-        reason = "it has ended" if gone else "the driver has given it up"
-        raise CudaFailed(f"CUDA can't restore process {pid} ({reason})", "start it anew")
+    """Leads it back from wherever it is, step by step."""
+    while (state := cuda.state(pid)) is not CudaState.RUNNING:
+        try:
+            if state is CudaState.CHECKPOINTED:
+                cuda.restore(pid, moves)
+            elif state is CudaState.LOCKED:
+                cuda.unlock(pid)
+            else:
+                there = processes.look(pid)
+                gone = there is None or there.dead
+                reason = "it has ended" if gone else "the driver has given it up"
+                raise CudaFailed(f"CUDA can't restore process {pid} ({reason})", "start it anew")
+        except CudaFailed:
+            if cuda.state(pid) is state:  # else a call that came too late has changed it meanwhile
+                raise
 
 
 def in_parallel(

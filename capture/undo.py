@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,10 +111,13 @@ def _listen(channel: socket.socket) -> Doing | None:
 
 def undo(doing: Doing, open_cuda: OpenCuda, cuda_seconds: float) -> None:
     """CRIU must have ended. Raises CudaFailed when CUDA can't be woken."""
-    root = processes.look(doing.root.pid)
-    if doing.committed and root is not None and root.started == doing.root.started and root.stopped:
-        kill(doing.root)
-        return
+    if doing.committed:
+        root = processes.look(doing.root.pid)
+        if root is None or root.started != doing.root.started or root.dead:
+            return  # it is the last to be ended
+        if root.stopped:
+            kill(doing.root)
+            return
     let_run(doing)
     if doing.cuda:
         suspend.resume(open_cuda(), doing.cuda, cuda_seconds)
@@ -132,9 +134,12 @@ def let_run(doing: Doing) -> None:
             _signal(process, signal.SIGCONT)
 
 
-def kill(root: Process, also: Collection[Process] = ()) -> None:
-    """Ends a tree whose processes are stopped; returns when they are gone."""
-    members = [*processes.tree(root), *also]
+def kill(root: Process) -> None:
+    """Ends a tree whose processes are stopped; returns when they are gone.
+
+    The root comes last: as long as it is there, all others can be found.
+    """
+    members = processes.tree(root)[::-1]
     for process in members:
         _signal(process, signal.SIGKILL)
     while any(map(processes.is_there, members)):

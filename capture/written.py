@@ -25,6 +25,7 @@ class Written:
         self._pages = pages
         self._all_read = all_read
         self._incoming = Incoming(dump.images, pages, self.entries) if stream else None
+        self._stopped = False
         self._tree: Tree | None = None
         self._rest: CheckpointWindows | None = None
 
@@ -38,7 +39,7 @@ class Written:
         if self._rest is None:
             sequence = 0
             if self._incoming is None:
-                self._dump.wait_held()
+                self._dump.wait_held(lambda: self._stopped)
                 self._all_read()
             elif (piece := self._incoming.take(buffer)) is not None:
                 return piece
@@ -51,6 +52,7 @@ class Written:
 
     def stop(self) -> None:
         """See Windows."""
+        self._stopped = True
         if self._incoming is not None:
             self._incoming.stop()
 

@@ -10,14 +10,15 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from icefloe.catalog import LocalStore
-from icefloe.gc.sweep import PACKS_AT_ONCE, BlockRow, blocks_of, replacing
+from icefloe.catalog import LocalStore, PackRow
+from icefloe.gc.sweep import PACKS_AT_ONCE, BlockRow, Replacement, blocks_of, replacing
 from icefloe.ids import PackId
 from icefloe.store.codecs import Codec, Encoder, PolicyName
 from icefloe.store.pack import StoredBlock
 from icefloe.store.reader import BlockReader
 
-# Writing a pack anew costs as much as writing it did: not for less than this.
+# Writing a pack anew costs as much as writing it did: not for less than this. Nor for nothing: a
+# pack that holds the same has the same id, and would be unlinked with the old one.
 _WORTH = 0.02
 
 # What a thread codes at a time: enough that handing it out doesn't show.
@@ -37,24 +38,37 @@ def recompress(
     Returns the bytes that the packs shrank by. Raises CorruptBlock, NoSpace or NotWritable; what
     was not replaced by then stays as it is.
     """
-    numbers = set(packs)
-    rows = [row for row in store.catalog.packs() if row.id in numbers]
-    with _Coders(store, policy, workers) as coders:
-        freed = 0
-        for first in range(0, len(rows), PACKS_AT_ONCE):
-            with replacing(store) as replacement:
-                for row in rows[first : first + PACKS_AT_ONCE]:
-                    held = blocks_of(store, row)
-                    if not any(block.where.codec in _HASTY for block in held):
-                        continue
-                    coded = coders.code(held)
-                    before = sum(block.where.stored for block in held)
-                    after = sum(len(block.payload) for block in coded)
-                    if before - after >= _WORTH * before:
-                        replacement.packs.append(row.id)
-                        replacement.writer.append(coded)
-            freed += replacement.freed_bytes
-        return freed
+    wanted = set(packs)
+    rows = [row for row in store.catalog.packs() if row.id in wanted]
+    freed = 0
+    for first in range(0, len(rows), PACKS_AT_ONCE):
+        freed += _recompress(store, rows[first : first + PACKS_AT_ONCE], policy, workers)
+    return freed
+
+
+def _recompress(
+    store: LocalStore, packs: Sequence[PackRow], policy: PolicyName, workers: int
+) -> int:
+    """Codes packs anew in one change. Returns the bytes freed."""
+    # The disk gets an old pack back only when no coder has it open: they don't outlive the change.
+    with _Coders(store, policy, workers) as coders, replacing(store) as replacement:
+        for pack in packs:
+            held = blocks_of(store, pack)
+            if any(block.where.codec in _HASTY for block in held):
+                _replace(pack.id, held, coders, replacement)
+    return replacement.freed_bytes
+
+
+def _replace(
+    pack: PackId, held: Sequence[BlockRow], coders: "_Coders", replacement: Replacement
+) -> None:
+    """Writes what a pack holds anew, if it shrinks enough. Nothing is written before that."""
+    coded = coders.code(held)
+    before = sum(block.where.stored for block in held)
+    after = sum(len(block.payload) for block in coded)
+    if before - after >= _WORTH * before:
+        replacement.packs.append(pack)
+        replacement.writer.append(coded)
 
 
 class _Coders:

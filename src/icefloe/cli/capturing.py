@@ -1,6 +1,5 @@
 """`capture`: running processes go into the store."""
 
-import signal
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +48,14 @@ def capture(
     """
     started = monotonic()
     from icefloe.capture.cuda import Nvidia
+    from icefloe.capture.interrupts import end_on_signals
     from icefloe.capture.undo import stand_by
     from icefloe.ids import parse_name
 
     wanted, kept = parse_name(name), labels_of(labels)
     config = context.config()
     watcher = stand_by(Nvidia, config.cuda_seconds)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    end_on_signals()
     from icefloe.capture.capture import CaptureOptions, capture_tree, check
     from icefloe.capture.ingest import IngestOptions
 

@@ -1,6 +1,5 @@
 """`restore`: processes come back to life."""
 
-import signal
 from dataclasses import asdict
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -52,6 +51,7 @@ def restore(
     started = monotonic()
     from icefloe.capture.cuda import Nvidia
     from icefloe.capture.guard import stand_guard
+    from icefloe.capture.interrupts import end_on_signals
     from icefloe.ids import parse_reference
 
     reference = parse_reference(name)
@@ -59,8 +59,7 @@ def restore(
         raise UsageError(f"--no-fill is no use with --{door}", "leave out one of them")
     config, wanted = context.config(), labels_of(expected)
     guard = stand_guard()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    end_on_signals()
     from icefloe.capture.restore import RestoreOptions, lineage_of, restore_image
 
     with context.open() as store:
