@@ -55,7 +55,7 @@ CRIU_OPTIONS = ("--tcp-established", "--ext-unix-sk", "--file-locks", "--link-re
 
 STEPS_BETWEEN = 40
 
-# A virtual machine pays for memory when it is touched for the first time: not in what is measured.
+# A virtual machine may pay for memory when it is touched for the first time.
 WARM = """
 import mmap, sys
 memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -136,10 +136,16 @@ def captured(store: Path, name: str, worker: Worker, *more: str) -> dict[str, An
     answer = icefloe(store, "capture", name, "--pid", str(worker.pid), *more)
     answer["without_cuda"] = answer["frozen_seconds"] - answer["cuda_seconds"]
     answer["stored_share"] = answer["stored_bytes"] / answer["logical_bytes"]
-    said = f"  capture {name}: frozen {answer['frozen_seconds']:.2f} s, CUDA "
-    said += f"{answer['cuda_seconds']:.2f} s, stored {human(answer['stored_bytes'])}"
-    print(said, file=sys.stderr, flush=True)
+    shown = {
+        key: answer[key] for key in ("wall", "frozen_seconds", "logical_bytes", "stored_bytes")
+    }
+    print(f"  capture {name}: {shown | answer['frozen']}", file=sys.stderr, flush=True)
     return answer
+
+
+def resident(pid: int) -> int:
+    """Memory that a process holds, in bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -230,15 +236,18 @@ def restored(store: Path, name: str, worker: Worker) -> dict[str, Any]:
     return answer
 
 
-def measure(options: argparse.Namespace, folder: Path, cuda: Any) -> dict[str, Any]:
-    """The whole benchmark."""
+def measure(
+    options: argparse.Namespace, folder: Path, cuda: Any, found: dict[str, Any]
+) -> dict[str, Any]:
+    """The whole benchmark. What there is of it is in `found` should it end early."""
     store, images = folder / "store", folder / "images"
     images.mkdir()
     rival = Rival(images, cuda)
-    found: dict[str, Any] = {"captures": {}, "criu_restores": [], "restores": []}
+    found |= {"captures": {}, "criu_restores": [], "restores": []}
     captures = found["captures"]
     with working(folder, "one", options, 1) as worker:
         worker.verify()
+        print(f"  a worker of {resident(worker.pid) / 1e9:.1f} GB runs", file=sys.stderr)
         captures["first"] = captured(store, "one:1", worker, "--leave-running")
         worker.verify()
         worker.wait_steps(STEPS_BETWEEN)
@@ -356,10 +365,15 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"gpu.py: skipped: {reason}", file=sys.stderr)
         write_json(options.json, {"skipped": str(reason)})
         return 0
-    warm_memory(options.warm or 4 * (options.weights + options.cache))
+    if options.warm:
+        warm_memory(options.warm)
     folder = Path(tempfile.mkdtemp(prefix="icefloe-gpu-", dir=SHM))
+    found: dict[str, Any] = {}
     try:
-        found = measure(options, folder, cuda)
+        measure(options, folder, cuda, found)
+    except BaseException:
+        write_json(options.json, found)
+        raise
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -5,6 +5,7 @@ memory into the process's own and lets go of the devices, so that CRIU finds a p
 The driver API (CUDA driver API, "CUDA Checkpointing") has it since driver 570.
 """
 
+import ctypes
 import importlib
 import os
 import re
@@ -148,7 +149,8 @@ class Nvidia:
         pair = self._api.CUcheckpointGpuPair()
         for field, uuid in (("oldUuid", old), ("newUuid", new)):
             number = self._api.CUuuid()
-            number.bytes = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
+            digits = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
+            ctypes.memmove(number.getPtr(), digits, len(digits))  # `bytes` can only be read
             setattr(pair, field, number)
         return pair
 

@@ -35,7 +35,7 @@ def recompress(
     """Codes the raw and lz4 blocks of these packs by a policy, where that makes them smaller.
 
     `workers` 0 means one a core; a pack at a time is in memory. Needs the store open for writing.
-    Returns the bytes that the packs shrank by. Raises CorruptBlock, NoSpace or NotWritable; what
+    Returns the bytes that the packs shrank by. Raises Corrupt, NoSpace or NotWritable; what
     was not replaced by then stays as it is.
     """
     wanted = set(packs)
