@@ -139,10 +139,13 @@ def _recompress(
     """Gives blocks that were stored in a hurry their proper codec. The image is safe either way."""
     if not ingest.hurried:
         return 0, None
+    before = sum(pack.bytes for pack in store.catalog.packs())
+    failed = None
     try:
-        return recompress(store, ingest.packs, options.policy, options.workers), None
+        recompress(store, ingest.packs, options.policy, options.workers)
     except IcefloeError as error:
-        return 0, error
+        failed = error
+    return before - sum(pack.bytes for pack in store.catalog.packs()), failed
 
 
 def check(options: CaptureOptions) -> Process:
@@ -153,7 +156,7 @@ def check(options: CaptureOptions) -> Process:
     check_arguments(options.arguments, options.stream)
     criu.require_root()
     root = processes.look(options.pid)
-    if root is None or root.dead:
+    if root is None or root.dead or processes.is_thread(options.pid):
         raise NoProcess(options.pid)
     ancestor: Process | None = processes.look(os.getpid())
     while ancestor is not None and ancestor.pid:

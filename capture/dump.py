@@ -48,6 +48,10 @@ _REFUSED = {
     "-s": _OURS,
     "--leave-stopped": _OURS,
     "--stream": _OURS,
+    "--no-stream": _OURS,
+    "--no-leave-stopped": _OURS,
+    "--no-leave-running": _OURS,
+    "--config": "its options can't be seen here; write them instead of it",
     "-R": "write it before the --",
     "--leave-running": "write it before the --",
     "--page-server": _ELSEWHERE,
@@ -60,53 +64,54 @@ _REFUSED = {
 _REFUSED_STREAMING = {"--auto-dedup": "CRIU can't do both; add --no-stream"}
 
 # Of CRIU's short options (criu/config.c) those that take a value.
-_WITH_VALUE = "tDorJWLM"
-_WITH_VALUE_ATTACHED = "vx"
+_WITH_VALUE = "tDorJWLMvx"
 
 # A shorter beginning of a long option is never unambiguous for CRIU.
 _SHORTEST = 4
 
 
 def check_arguments(arguments: Sequence[str], stream: bool) -> None:
-    """Raises UsageError for options of CRIU's that don't go with a capture."""
+    """Raises UsageError for options of CRIU's that don't go with a capture.
+
+    Every word is looked at as if it were options, though it may be the value of one.
+    """
     refused = {**_REFUSED, **(_REFUSED_STREAMING if stream else {})}
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if argument == "--":
-            return  # what follows are no options
+    for argument in arguments:
         if argument.startswith("--"):
             name = argument.partition("=")[0]
             found = [o for o in refused if len(name) >= _SHORTEST and o.startswith(name)]
         else:
-            letters, takes_next = _letters(argument)
-            found = [f"-{letter}" for letter in letters if f"-{letter}" in refused]
-            if takes_next and rest:
-                rest.pop(0)
+            found = [f"-{letter}" for letter in _letters(argument) if f"-{letter}" in refused]
         if found:
             reason = refused[found[0]]
             raise UsageError(f"{argument} can't be given to CRIU ({reason})", "leave it out")
 
 
-def _letters(argument: str) -> tuple[str, bool]:
-    """The options in one word, as getopt(3) reads it; whether the last takes the next word."""
+def _letters(argument: str) -> str:
+    """The options in one word, as getopt(3) reads it."""
     if not argument.startswith("-"):
-        return "", False
+        return ""
     for i, letter in enumerate(argument[1:], 1):
         if letter in _WITH_VALUE:
-            return argument[1 : i + 1], i + 1 == len(argument)
-        if letter in _WITH_VALUE_ATTACHED:
-            return argument[1 : i + 1], False
-    return argument[1:], False
+            return argument[1 : i + 1]
+    return argument[1:]
 
 
 def argument_of(option: str, arguments: Sequence[str]) -> str:
-    """The value that an option of CRIU's is given, or nothing."""
-    for i, argument in enumerate(arguments):
+    """The value that a long option of CRIU's is given at last, or nothing."""
+    found = ""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, equals, value = argument.partition("=")
-        if name == option:
-            return value if equals else "".join(arguments[i + 1 : i + 2])
-    return ""
+        if len(name) >= _SHORTEST and option.startswith(name):
+            found = value if equals else following
+    return found
+
+
+def no_dump() -> CriuFailed:
+    """CRIU has ended, and not even said that it failed."""
+    return CriuFailed(
+        "CRIU ended without a dump", "see whether its arguments make it do something else"
+    )
 
 
 class Dump:
@@ -151,7 +156,7 @@ class Dump:
             if stopped():
                 raise CriuFailed("the dump was given up", "run it again")
         if os.read(self.held, 16) == b"":
-            raise CriuFailed("CRIU ended before all was written", "see its log")
+            raise no_dump()
 
     def check_alive(self) -> None:
         """Raises CriuFailed when it is gone, and the processes run on without its image."""

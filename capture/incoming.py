@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from icefloe.capture import img_streamer
+from icefloe.capture.dump import no_dump
 from icefloe.capture.source import is_page_data
 from icefloe.capture.windows import (
     SMALL_FILE,
@@ -137,7 +138,7 @@ class Incoming:
                 self._quiet_since = time.monotonic()
                 self._poll.unregister(fd)
             elif fd == self._process_fd:
-                raise CriuFailed("CRIU ended before all was stored", "see its log")
+                raise no_dump()
         if self._held:
             self._look_for_the_end(idle=not events)
 

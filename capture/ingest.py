@@ -130,14 +130,15 @@ class Ingest:
         self._new_blocks = 0
         self._policy: PolicyName = options.policy
         self._hurry = options.hurry
-        self._workers = min(options.workers or os.cpu_count() or 1, MAX_WORKERS)
-        # While a process is frozen one more than there are cores: one of them reads.
-        self._workers += options.hurry
+        self._cores = min(options.workers or os.cpu_count() or 1, MAX_WORKERS)
+        # One waits for what comes next while the others work.
+        self._workers = self._cores + options.hurry
         self._progress = progress
         self._reading = threading.Lock()
         self._counting = threading.Lock()
         self._failure: BaseException | None = None
-        self._ready = 0  # workers that read or wait for their turn to
+        self._busy = 0  # workers that don't wait for something to do
+        self._all_read = False
         self._claiming = threading.Lock()
         self._cutting = _Turns()
         self._appending = _Turns()
@@ -210,6 +211,8 @@ class Ingest:
     def _work(self, source: Windows) -> None:
         try:
             worker = _Worker(Buffer(), Encoder(self._policy), Encoder("fast"))
+            with self._counting:
+                self._busy += 1
             while (window := self._next(source, worker.buffer)) is not None:
                 if isinstance(window, Group):
                     self._do_group(window, worker)
@@ -225,18 +228,18 @@ class Ingest:
 
     def _next(self, source: Windows, buffer: Buffer) -> Window | Group | None:
         with self._counting:
-            self._ready += 1
-        try:
-            with self._reading:
-                return source.take(buffer)
-        finally:
-            with self._counting:
-                self._ready -= 1
+            self._busy -= 1
+        with self._reading:
+            piece = source.take(buffer)
+        with self._counting:
+            self._busy += 1
+            self._all_read |= piece is None
+        return piece
 
     def _encode(self, worker: "_Worker") -> Callable[[memoryview], Encoded]:
-        """Unless one waits while another takes, coding is what holds up the reading. What is not
-        coded at all is fastest, until the disk can't keep up."""
-        if not self._hurry or self._ready > 1:
+        """When all cores but one are busy, which the process's own dump needs, coding would hold
+        up the reading. What is not coded at all is fastest, until the disk can't keep up."""
+        if not self._hurry or self._all_read or self._busy <= max(1, self._cores - 1):
             return worker.encoder.encode
         self.hurried = True
         return worker.quick.encode if self._writer.disk_is_behind else as_it_is

@@ -9,6 +9,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _NS_PIDS = re.compile(r"^NSpid:((?:\s+\d+)+)", re.MULTILINE)
+_GROUP = re.compile(r"^Tgid:\s+(\d+)", re.MULTILINE)
 _RESIDENT = re.compile(r"^VmRSS:\s+(\d+) kB", re.MULTILINE)
 
 
@@ -47,6 +48,14 @@ def look(pid: int) -> Process | None:
     # parent, and as the 22nd field of all the time of the start.
     fields = content.rpartition(b")")[2].split()
     return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
+
+
+def is_thread(pid: int) -> bool:
+    """Whether it is the number of a thread that isn't the first of its process."""
+    with suppress(OSError):
+        found = _GROUP.search((_PROC / str(pid) / "status").read_text(errors="replace"))
+        return found is not None and int(found[1]) != pid
+    return False
 
 
 def below(pid: int, others: Set[int] = frozenset()) -> Iterator[Process]:
