@@ -213,6 +213,7 @@ class _Capture:
         self._aside = ThreadPoolExecutor(1, "run-on")
         self._running_on: Future[None] | None = None
         self._cuda_failed: IcefloeError | None = None
+        self._committing = False
 
     def capture(
         self, program: criu.Criu, here: dict[str, Any], name: Name, labels: Mapping[str, str]
@@ -232,6 +233,7 @@ class _Capture:
                     pass  # the last moment
                 if not self._options.leave_running:
                     self._dump.check_alive()
+                self._committing = True
                 added = self.ingest.commit(image, name)
             except BaseException as error:
                 raise self._undo(error) from error
@@ -239,7 +241,7 @@ class _Capture:
             if not self._options.leave_running:
                 self._end()
             if self._cuda_failed is not None:
-                raise _stored_all_the_same(self._cuda_failed)
+                raise self._stored_all_the_same(self._cuda_failed)
         return added
 
     def close(self) -> None:
@@ -277,6 +279,8 @@ class _Capture:
         through = ["--stream"] if options.stream else []
         self._times.dumping = time.monotonic()
         self._dump.start(program, options.pid, [after, *through, *options.arguments])
+        self._doing = replace(self._doing, criu=processes.look(self._dump.pid))
+        self._watcher.tell(self._doing)
         self._written.start()
 
     def _all_read(self) -> None:
@@ -310,10 +314,15 @@ class _Capture:
         except CriuFailed as error:
             undo.let_run(self._doing)
             self._wake()
-            raise _stored_all_the_same(error) from error
+            raise self._stored_all_the_same(error) from error
         self._times.dumped = time.monotonic()
         undo.kill(self._doing.root)
         self._times.over = time.monotonic()
+
+    def _stored_all_the_same(self, error: IcefloeError) -> IcefloeError:
+        kind = CudaFailed if isinstance(error, CudaFailed) else CriuFailed
+        happened = f"{error.happened}; the image is stored all the same, {self._outcome()}"
+        return kind(happened, error.advice)
 
     def _undo(self, error: BaseException) -> BaseException:
         """Has the tree run on; returns what there is to say."""
@@ -327,10 +336,20 @@ class _Capture:
         except IcefloeError as failed:
             why = reason.happened if isinstance(reason, IcefloeError) else "it was interrupted"
             return CudaFailed(f"{failed.happened}, after this: {why}", failed.advice)
+        # A commit that fails in its last step is found by the next command (docs/invariants.md).
+        stored = "`icefloe ls` shows what was stored" if self._committing else "nothing was stored"
+        outcome = f"{stored}, {self._outcome()}"
         if isinstance(reason, KeyboardInterrupt):
-            return KeyboardInterrupt("nothing was stored, the processes run on")
+            return KeyboardInterrupt(outcome)
         touched = self._times.locking or self._times.dumping
-        return CaptureAborted(reason) if touched and isinstance(reason, IcefloeError) else reason
+        if touched and isinstance(reason, IcefloeError):
+            return CaptureAborted(reason, outcome)
+        return reason
+
+    def _outcome(self) -> str:
+        """What has become of the tree."""
+        there = processes.tree(self._doing.root)
+        return "the processes run on" if there else "the processes have ended"
 
     def frozen(self) -> Frozen:
         """How long the tree stood still, once it is over."""
@@ -357,9 +376,3 @@ class _Capture:
             ending=last if ended else 0.0,
             cuda_resume=0.0 if ended else last,
         )
-
-
-def _stored_all_the_same(error: IcefloeError) -> IcefloeError:
-    kind = CudaFailed if isinstance(error, CudaFailed) else CriuFailed
-    happened = f"{error.happened}; the image is stored all the same, and the processes run on"
-    return kind(happened, error.advice)

@@ -18,6 +18,7 @@ from icefloe import durable
 from icefloe.capture import criu, images
 from icefloe.capture.criu import Criu
 from icefloe.capture.images import DumpTimes
+from icefloe.capture.undo import end_strays
 from icefloe.errors import BadImage, CriuFailed, UsageError
 
 # The script finds the pipes in CRIU, its parent: CRIU closes what a script might inherit.
@@ -129,6 +130,7 @@ class Dump:
         self._log = folder / "dump.log"
         self._words = tempfile.TemporaryFile()
         self._process: subprocess.Popen[bytes] | None = None
+        self.pid = 0
         self.pidfd = -1
         # Ours is the reading end of the one and the writing end of the other.
         self.held, self._held = os.pipe()
@@ -143,7 +145,10 @@ class Dump:
             os.set_inheritable(fd, True)
         told = {"ICEFLOE_HELD": str(self._held), "ICEFLOE_ANSWER": str(self._answer_to)}
         self._process = program.start_apart(command, self._words, told)
-        self.pidfd = os.pidfd_open(self._process.pid)
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        with suppress(OSError):  # whoever runs out of memory: not the one who has frozen others
+            Path(f"/proc/{self.pid}/oom_score_adj").write_text("-1000")
         for fd in theirs:
             os.close(fd)
         self._held = self._answer_to = -1
@@ -192,6 +197,8 @@ class Dump:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.returncode < 0:
+            end_strays(self.pid)
         if isinstance(error, CriuFailed):
             try:
                 self.finish()

@@ -8,6 +8,7 @@ the tree, if its image was committed and CRIU has left it stopped, or lets it ru
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from icefloe.errors import IcefloeError
 _WORD_BYTES = 1 << 20
 
 _DYING_SECONDS = 0.002
+_LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class Doing:
     """How far a capture is: what there would be to undo.
 
     `root` is the tree's first process as it was before, `stopped` the pids that were stopped
-    then, `cuda` those that are being suspended, `cgroup` the freezer that CRIU uses.
+    then, `cuda` those that are being suspended, `cgroup` the freezer that CRIU uses, `criu` CRIU
+    itself when it has been started.
     """
 
     root: Process
@@ -39,6 +42,7 @@ class Doing:
     cuda: tuple[int, ...] = ()
     cgroup: str = ""
     committed: bool = False
+    criu: Process | None = None
 
 
 class Watcher:
@@ -67,16 +71,18 @@ class Watcher:
 def stand_by(open_cuda: OpenCuda, cuda_seconds: float) -> Watcher:
     """Forks the watcher. To be called before there are threads."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.pidfd_open(os.getpid())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # may have come ignored: then CRIU never fails
     pid = os.fork()
     if pid:
         theirs.close()
+        os.close(parent)
         return Watcher(ours, pid)
     code = 1
     try:
         ours.close()
         _detach()
-        doing = _listen(theirs)
+        doing = _listen(theirs, parent)
         if doing is not None:
             undo(doing, open_cuda, cuda_seconds)
         code = 0
@@ -97,16 +103,37 @@ def _detach() -> None:
     os.close(null)
 
 
-def _listen(channel: socket.socket) -> Doing | None:
-    """What was going on when everybody else was gone."""
+def _listen(channel: socket.socket, parent: int) -> Doing | None:
+    """What was going on when both icefloe and CRIU were gone; None if there is nothing to undo."""
     doing = None
-    while message := channel.recv(_WORD_BYTES):
-        told = json.loads(message)
-        if told is None:
-            doing = None
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(parent, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if channel.fileno() in ready:
+            message = channel.recv(_WORD_BYTES)
+            if not message:
+                return doing
+            told = json.loads(message)
+            if told is None:
+                return None
+            criu = told["criu"] and Process(**told["criu"])
+            doing = Doing(**{**told, "root": Process(**told["root"]), "criu": criu})
+        elif doing is not None and doing.criu is not None:
+            # Whatever CRIU has left behind may hold on to the channel.
+            while processes.is_there(doing.criu):
+                time.sleep(_LOOK_SECONDS)
+            end_strays(doing.criu.pid)
+            return doing
         else:
-            doing = Doing(**{**told, "root": Process(**told["root"])})
-    return doing
+            poll.unregister(parent)  # the end of the channel will tell
+
+
+def end_strays(criu: int) -> None:
+    """Ends what a killed CRIU has left in its session, stopped perhaps, and waiting for it."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(criu, signal.SIGKILL)
 
 
 def undo(doing: Doing, open_cuda: OpenCuda, cuda_seconds: float) -> None:
@@ -127,11 +154,10 @@ def let_run(doing: Doing) -> None:
     """Continues the processes of the tree, but for those that were stopped before."""
     if doing.cgroup:
         _thaw(Path(doing.cgroup))
-    for process in processes.tree(doing.root):
-        # CRIU leaves them stopped when it was told that the image is committed, or when its action
-        # script was killed. In the first case the signal may still be on its way.
-        if process.pid not in doing.stopped and (doing.committed or process.stopped):
-            _signal(process, signal.SIGCONT)
+    if doing.committed:  # only then CRIU was told to leave them stopped
+        for process in processes.tree(doing.root):
+            if process.pid not in doing.stopped:
+                _signal(process, signal.SIGCONT)
 
 
 def kill(root: Process) -> None:

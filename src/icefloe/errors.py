@@ -218,14 +218,12 @@ class NoProcess(IcefloeError, LookupError):
 
 
 class CaptureAborted(IcefloeError):
-    """A capture that failed when the processes were frozen already: they run on."""
+    """A capture that failed when the processes were frozen already; `outcome` is how it ended."""
 
     exit_code = 9  # or that of its cause
 
-    def __init__(self, cause: IcefloeError) -> None:
-        super().__init__(
-            f"{cause.happened}; nothing was stored, the processes run on", cause.advice
-        )
+    def __init__(self, cause: IcefloeError, outcome: str) -> None:
+        super().__init__(f"{cause.happened}; {outcome}", cause.advice)
         self.exit_code = cause.exit_code
         self.cause = cause
 
