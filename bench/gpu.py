@@ -303,13 +303,14 @@ def report(found: dict[str, Any]) -> list[Bar]:
     rows = [[f"{one[key]:.3f}" for key in keys] for one in found["restores"]]
     table("where icefloe's time goes", keys, rows)
     first = max(captures["first"]["without_cuda"], captures["second"]["without_cuda"])
+    other = captures["other worker, ended"]["stored_share"]
     return [
         Bar("capture without CUDA, over criu dump", first / dump["criu"], 1, True),
         Bar("capture without CUDA, seconds", first, 5, True),
         Bar("stored by a second capture, %", 100 * captures["second"]["stored_share"], 0.5, True),
         Bar(
             "stored for a 2nd worker, %",
-            100 * captures["other worker, ended"]["stored_share"],
+            100 * other,
             2,
             True,
         ),

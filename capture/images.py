@@ -120,6 +120,8 @@ def _fields(content: bytes, start: int, end: int, path: str) -> Iterator[tuple[i
             position += length
         elif wire in (1, 5):
             position += 8 if wire == 1 else 4
+            if position > end:
+                raise BadImage(path, "a number in it is cut short")
         else:
             raise BadImage(path, f"a field has wire type {wire}")
 
@@ -142,7 +144,11 @@ def decode_dump_stats(content: bytes, path: str) -> DumpTimes:
     for start, end in zip(*_records(content, _STATS_MAGIC, path, _SERVICE_MAGIC), strict=True):
         for field, first, last in _fields(content, start, end, path):
             if field == 1 and last:
-                told = {f: value / 1e6 for f, value, _ in _fields(content, first, last, path)}
+                told = {}
+                for number, value, stop in _fields(content, first, last, path):
+                    if stop and number <= 4:
+                        raise BadImage(path, "a time in it is no number")
+                    told[number] = value / 1e6
                 return DumpTimes(*(told.get(number, 0.0) for number in (1, 2, 3, 4)))
     raise BadImage(path, "it holds no times")
 

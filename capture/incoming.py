@@ -85,10 +85,12 @@ class Incoming:
 
     def take(self, buffer: Buffer) -> Window | Group | None:
         """See Windows. Raises CriuFailed."""
-        self._spare.put(buffer)
         piece = self._ready.get()
+        if isinstance(piece, Window):
+            self._spare.put(buffer)
+        elif not isinstance(piece, Group):
+            self._ready.put(piece)  # for whoever asks next
         if isinstance(piece, Exception):
-            self._ready.put(piece)  # for the next
             raise piece
         return piece
 
@@ -156,7 +158,7 @@ class Incoming:
     def _asked(self) -> bool:
         """Whether CRIU has said something that was not read yet."""
         if self._connection is None:
-            return False
+            return bool(select.select([self._listener], [], [], 0)[0])
         return bool(select.select([self._connection], [], [], 0)[0]) and bool(
             self._connection.recv(1, socket.MSG_PEEK)
         )

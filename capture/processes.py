@@ -79,7 +79,7 @@ def tree(root: Process) -> list[Process]:
     now = look(root.pid)
     if now is None or now.started != root.started:
         return []
-    return [now, *below(root.pid)]
+    return [process for process in (now, *below(root.pid)) if not process.dead]
 
 
 def is_there(process: Process) -> bool:

@@ -85,7 +85,7 @@ class Windows(Protocol):
     def take(self, buffer: Buffer) -> Window | Group | None:
         """The next piece, None after the last; one thread at a time.
 
-        `buffer` is given away: it may be that of the window returned, or of one to come. In
+        `buffer` is given away for a window, which brings one along: the same, or another. By
         sequence numbers, every file's windows come in order.
         """
 

@@ -45,7 +45,6 @@ class Written:
                 return piece
             else:
                 sequence = self._incoming.sequence
-                buffer = Buffer()
             self._tree = Tree(self._dump.images, without={SOCKET})
             self._rest = CheckpointWindows(self._tree, self.entries, self._pages, sequence)
         return self._rest.take(buffer)

@@ -17,11 +17,11 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from icefloe.capture import processes
-from icefloe.capture.cuda import CudaState, _explained
+from icefloe.capture.cuda import CudaState, Moves, _explained
 from icefloe.capture.facts import CudaFacts, Gpu
 from icefloe.capture.processes import Process
 from icefloe.errors import CudaFailed
@@ -36,7 +36,7 @@ _LOOK_SECONDS = 0.01
 class Call:
     """An action that is over: of which process on which, from when to when, how it ended.
 
-    `ended` is empty, or an error of the driver's; `broken` says what was out of order.
+    `error` is the driver's, `broken` says what was out of order.
     """
 
     caller: int
@@ -44,8 +44,9 @@ class Call:
     pid: int
     began: float
     over: float
-    ended: str = ""
+    error: str = ""
     broken: str = ""
+    moves: Moves = ()
 
 
 class FakeCuda:
@@ -66,6 +67,11 @@ class FakeCuda:
     def plan(self, pid: int, action: str, seconds: float = 0.0, error: str = "") -> None:
         """What becomes of an action, every time from now on."""
         (self.folder / f"{pid}.{action}").write_text(f"{seconds} {error}")
+
+    def take(self) -> None:
+        """No process has CUDA, though all of them look so."""
+        for pid in self.states():
+            (self.folder / str(pid)).write_text("NONE")
 
     def users(self, tree: Sequence[Process]) -> list[int]:
         """Those of a tree that have CUDA."""
@@ -97,7 +103,7 @@ class FakeCuda:
             return None
         try:
             return CudaState[(self.folder / str(pid)).read_text()]
-        except FileNotFoundError:
+        except (FileNotFoundError, KeyError):
             return None
 
     def lock(self, pid: int, seconds: float) -> None:
@@ -108,9 +114,9 @@ class FakeCuda:
         """See Cuda."""
         self._do("checkpoint", pid, CudaState.LOCKED, CudaState.CHECKPOINTED, self._unlocked)
 
-    def restore(self, pid: int) -> None:
+    def restore(self, pid: int, moves: Moves = ()) -> None:
         """See Cuda."""
-        self._do("restore", pid, CudaState.CHECKPOINTED, CudaState.LOCKED, self._stopped)
+        self._do("restore", pid, CudaState.CHECKPOINTED, CudaState.LOCKED, self._stopped, moves)
 
     def unlock(self, pid: int) -> None:
         """See Cuda."""
@@ -123,23 +129,23 @@ class FakeCuda:
         before: CudaState,
         after: CudaState,
         objection: Callable[[int], str],
+        moves: Moves = (),
     ) -> None:
         self._step(action)
-        began = time.monotonic()
+        began, state = time.monotonic(), self.state(pid)
+        broken = "" if state is None or state is before else f"it is {state.name}"
+        broken = broken or objection(pid)
         with self._alone(pid):
-            state = self.state(pid)
-            broken = "" if state is None or state is before else f"it is {state.name}"
-            broken = broken or objection(pid)
             seconds, error = self._planned(pid, action)
-            if broken or state is None:
+            # It may be another now: who asked couldn't know that.
+            if broken or self.state(pid) is not before:
                 error = "CUDA_ERROR_ILLEGAL_STATE"
             elif self._lives_for(pid, seconds):
                 if not error:
                     self.give(pid, state=after)
             else:
                 error = "CUDA_ERROR_UNKNOWN"
-        call = [os.getpid(), action, pid, began, time.monotonic(), error, broken]
-        self._note(dict(zip(Call.__dataclass_fields__, call, strict=True)))
+        self._note(Call(os.getpid(), action, pid, began, time.monotonic(), error, broken, moves))
         if error:
             raise _explained(action, pid, error)
         self._step(f"{action} done")
@@ -173,9 +179,9 @@ class FakeCuda:
         """Work of one that runs could reach another that is being checkpointed."""
         return "others are not" if CudaState.RUNNING in self.states().values() else ""
 
-    def _note(self, call: dict[str, object]) -> None:
+    def _note(self, call: Call) -> None:
         fd = os.open(self.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(fd, json.dumps(call).encode() + b"\n")
+        os.write(fd, json.dumps(asdict(call)).encode() + b"\n")
         os.close(fd)
 
 
