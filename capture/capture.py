@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from icefloe.capture import criu, facts, processes, scratch, suspend, undo
 from icefloe.capture.cuda import Cuda, OpenCuda, users
-from icefloe.capture.dump import Dump, argument_of, check_arguments
+from icefloe.capture.dump import Dump, argument_of, check_arguments, check_defaults
 from icefloe.capture.images import DumpTimes
 from icefloe.capture.ingest import AddResult, Ingest, IngestOptions, Progress
 from icefloe.capture.interrupts import Interrupts
@@ -154,6 +154,7 @@ def check(options: CaptureOptions) -> Process:
     Raises UsageError, CriuFailed or NoProcess.
     """
     check_arguments(options.arguments, options.stream)
+    check_defaults(options.stream)
     criu.require_root()
     root = processes.look(options.pid)
     if root is None or root.dead or processes.is_thread(options.pid):

@@ -88,6 +88,23 @@ def check_arguments(arguments: Sequence[str], stream: bool) -> None:
             raise UsageError(f"{argument} can't be given to CRIU ({reason})", "leave it out")
 
 
+def check_defaults(stream: bool) -> None:
+    """The same for the files of options that CRIU reads by itself (criu.conf(5))."""
+    files = [Path("/etc/criu/default.conf"), Path.home() / ".criu/default.conf"]
+    if named := os.environ.get("CRIU_CONFIG_FILE"):
+        files.append(Path(named))
+    for file in files:
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        words = [line.split()[0] for line in lines if line.strip() and line.strip()[0] != "#"]
+        try:
+            check_arguments([f"--{word}" for word in words], stream)
+        except UsageError as error:
+            raise UsageError(f"{error.happened}, but {file} does", "take it out there") from None
+
+
 def _letters(argument: str) -> str:
     """The options in one word, as getopt(3) reads it."""
     if not argument.startswith("-"):

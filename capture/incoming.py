@@ -68,6 +68,8 @@ class Incoming:
         for _ in range(_AHEAD):
             self._spare.put(Buffer())
         self._of_files: list[Buffer] = []
+        # Groups lie in no buffer: there may be as many.
+        self._groups = threading.Semaphore(_AHEAD)
         self._held = False
         self._complete = False
         self._stopped = False
@@ -88,7 +90,9 @@ class Incoming:
         piece = self._ready.get()
         if isinstance(piece, Window):
             self._spare.put(buffer)
-        elif not isinstance(piece, Group):
+        elif isinstance(piece, Group):
+            self._groups.release()
+        else:
             self._ready.put(piece)  # for whoever asks next
         if isinstance(piece, Exception):
             raise piece
@@ -98,6 +102,7 @@ class Incoming:
         """See Windows."""
         self._stopped = True
         self._spare.put(None)
+        self._groups.release()
         if self._connection is not None:
             with suppress(OSError):  # a request that never ends ends now
                 self._connection.shutdown(socket.SHUT_RDWR)
@@ -157,11 +162,12 @@ class Incoming:
 
     def _asked(self) -> bool:
         """Whether CRIU has said something that was not read yet."""
-        if self._connection is None:
-            return bool(select.select([self._listener], [], [], 0)[0])
-        return bool(select.select([self._connection], [], [], 0)[0]) and bool(
-            self._connection.recv(1, socket.MSG_PEEK)
-        )
+        end = self._connection or self._listener
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
+        if not poll.poll(0):
+            return False
+        return end is self._listener or bool(end.recv(1, socket.MSG_PEEK))
 
     def _connect(self) -> None:
         self._connection, _ = self._listener.accept()
@@ -238,6 +244,10 @@ class Incoming:
             self._of_files.append(file.buffer)
 
     def _hand_out(self, piece: Window | Group) -> None:
+        if isinstance(piece, Group):
+            self._groups.acquire()
+            if self._stopped:
+                raise _given_up()
         self._ready.put(piece)
         self.sequence += 1
 

@@ -7,12 +7,13 @@ image that is taken for their last state, or dump another process.
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from icefloe.capture.dump import argument_of, check_arguments
+from icefloe.capture.dump import argument_of, check_arguments, check_defaults
 from icefloe.errors import UsageError
 
 # criu/config.c of CRIU 4.2.
@@ -348,3 +349,18 @@ def test_the_last_freezer_counts() -> None:
 def test_a_freezer_without_a_value() -> None:
     """CRIU says what is wrong."""
     assert argument_of("--freeze-cgroup", ["-j", "--freeze-cgroup"]) == ""
+
+
+@pytest.mark.parametrize("refused", ["page-server", "lazy-pages ", "leave-running", "auto-dedup"])
+def test_what_a_file_of_defaults_says(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU reads it by itself, so its options are as good as arguments."""
+    file = tmp_path / "default.conf"
+    monkeypatch.setenv("CRIU_CONFIG_FILE", str(file))
+    check_defaults(stream=True)
+    file.write_text(f"# {refused}\n\ntcp-established\nshell-job # as ever\n")
+    check_defaults(stream=True)
+    file.write_text(f"tcp-established\n  {refused}\n")
+    with pytest.raises(UsageError, match=str(file)):
+        check_defaults(stream=True)

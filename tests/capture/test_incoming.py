@@ -842,3 +842,19 @@ def test_a_failed_dump_leaves_nothing(tmp_path: Path, workers: int) -> None:
         assert store.catalog.names() == {} and not list(store.layout.published())
         assert staging_leftovers(store.layout) == []
         assert not [t for t in threading.enumerate() if t.name.startswith(("ingest", "incoming"))]
+
+
+def test_small_files_wait_too() -> None:
+    """When nobody takes, no more than a few groups of them are read."""
+    with listening() as door, FakeCriu(door.dump.images) as criu:
+        content = noise(SMALL_FILE - 1, 5)
+        names = [f"core-{i}.img" for i in range(20 * MIB // SMALL_FILE)]
+        writing = aside(lambda: [criu.write(name, content) for name in names])
+        with pytest.raises(TimeoutError):
+            writing.result(0.5)
+        read = door.incoming.sequence
+        assert 0 < read < 8
+        taken = aside(door.take_all)
+        writing.result(PATIENCE)
+        door.dump.hold()
+        assert taken.result(PATIENCE) == len(names) * len(content)

@@ -296,7 +296,10 @@ def test_no_usable_criu(criu: Criu, tree: Tree, store: Path, tmp_path: Path) -> 
     """9: before anything was touched."""
     cases = {
         "weak": ('[ "$1" = --version ] && echo Version: 4.2 && exit; exit 3', "criu dump failed"),
-        "idle": ('[ "$1" = --version ] && echo Version: 4.2 && exit; exit 0', "CRIU ended before"),
+        "idle": (
+            '[ "$1" = --version ] && echo Version: 4.2 && exit; exit 0',
+            "CRIU ended without a dump",
+        ),
     }
     with nothing_happens(tree, store) as extra:
         place = ["worker", "--pid", str(tree.pid)]

@@ -600,8 +600,11 @@ def test_the_processes_are_killed(stage: Stage, leave_running: bool) -> None:
     stage.workload.advance(1)
     stage.cuda.take()
     done = stage.capture(plan("written take done", 4, to="tree"), leave_running=leave_running)
-    assert not stage.stored() and stage.died_of() == {signal.SIGKILL}
-    assert done.code == 9 and "the processes run on" not in done.said, done
+    assert stage.died_of() == {signal.SIGKILL}
+    if stage.stored():  # all had been read by then
+        assert done.code == 0, done
+    else:
+        assert done.code == 9 and "the processes run on" not in done.said, done
 
 
 @MODES
