@@ -849,7 +849,12 @@ def test_small_files_wait_too() -> None:
     with listening() as door, FakeCriu(door.dump.images) as criu:
         content = noise(SMALL_FILE - 1, 5)
         names = [f"core-{i}.img" for i in range(20 * MIB // SMALL_FILE)]
-        writing = aside(lambda: [criu.write(name, content) for name in names])
+
+        def write() -> None:
+            for name in names:
+                criu.write(name, content)
+
+        writing = aside(write)
         with pytest.raises(TimeoutError):
             writing.result(0.5)
         read = door.incoming.sequence
