@@ -264,7 +264,10 @@ class _Capture:
             self._doing = replace(self._doing, cuda=self.cuda_pids)
             self._watcher.tell(self._doing)
             suspend.lock(self._cuda, fresh)
-        here["cuda"]["pids"] = [processes.inner_pid(pid) for pid in self.cuda_pids]
+        if self.cuda_pids:
+            here["cuda"]["pids"] = [processes.inner_pid(pid) for pid in self.cuda_pids]
+        else:
+            here.pop("cuda", None)  # a GPU was open, and nothing ran on it
         self._times.locked = time.monotonic()
         suspend.checkpoint(self._cuda, self.cuda_pids, self._options.cuda_seconds)
         self._times.suspended = time.monotonic()
