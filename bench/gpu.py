@@ -55,7 +55,7 @@ CRIU_OPTIONS = ("--tcp-established", "--ext-unix-sk", "--file-locks", "--link-re
 
 STEPS_BETWEEN = 40
 
-# A virtual machine may pay for memory when it is touched for the first time.
+# A virtual machine may pay for memory that was not in use just before.
 WARM = """
 import mmap, sys
 memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -248,18 +248,23 @@ def measure(
     with working(folder, "one", options, 1) as worker:
         worker.verify()
         print(f"  a worker of {resident(worker.pid) / 1e9:.1f} GB runs", file=sys.stderr)
+        warm_memory(options.warm)
         captures["first"] = captured(store, "one:1", worker, "--leave-running")
         worker.verify()
         worker.wait_steps(STEPS_BETWEEN)
+        warm_memory(options.warm)
         captures["second"] = captured(store, "one:2", worker, "--leave-running")
         worker.verify()
         # From here on the worker ends and comes back, turn by turn: from what CRIU dumps now, and
         # from the image of the second capture.
+        warm_memory(options.warm)
         found["criu_dump"] = rival.dump(worker)
+        warm_memory(options.warm)
         found["criu_restores"].append(rival.restore(worker))
         worker.verify()
         reap(worker.pid)
         for number in range(options.runs):
+            warm_memory(options.warm)
             found["restores"].append(restored(store, "one:2", worker))
             worker.verify()
             reap(worker.pid)
@@ -268,6 +273,7 @@ def measure(
                     other.verify()
                     captures["other worker, ended"] = captured(store, "two:1", other)
             if number + 1 < options.runs:
+                warm_memory(options.warm)
                 found["criu_restores"].append(rival.restore(worker))
                 worker.verify()
                 reap(worker.pid)
@@ -319,8 +325,10 @@ def report(found: dict[str, Any]) -> list[Bar]:
     ]
 
 
-def warm_memory(size: int) -> None:
+def warm_memory(size: int | None) -> None:
     """Touches so much memory once, on several cores."""
+    if size is None:
+        return
     parts = min(os.cpu_count() or 1, 8)
     command = [sys.executable, "-c", WARM, str(size // parts)]
     for process in [subprocess.Popen(command) for _ in range(parts)]:
@@ -357,7 +365,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--criu", type=Path, metavar="FOLDER", help="where a private CRIU is")
     parser.add_argument("--weights", type=parse_size, default=8 * 10**9, metavar="SIZE")
     parser.add_argument("--cache", type=parse_size, default=12 * 10**9, metavar="SIZE")
-    parser.add_argument("--warm", type=parse_size, metavar="SIZE", help="memory to touch before")
+    parser.add_argument(
+        "--warm",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory to touch right before each step that is measured (default: none)",
+    )
     parser.add_argument("--runs", type=int, default=3, help="restores of each kind (default 3)")
     options = parser.parse_args(words)
     os.environ["PYTHONPATH"] = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"
@@ -369,8 +382,6 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"gpu.py: skipped: {reason}", file=sys.stderr)
         write_json(options.json, {"skipped": str(reason)})
         return 0
-    if options.warm:
-        warm_memory(options.warm)
     folder = Path(tempfile.mkdtemp(prefix="icefloe-gpu-", dir=SHM))
     found: dict[str, Any] = {}
     try:
