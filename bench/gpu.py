@@ -36,7 +36,6 @@ from common import (
     Bar,
     BenchError,
     Unavailable,
-    arguments,
     bars_table,
     human,
     machine,
@@ -361,7 +360,11 @@ def open_cuda(program: Path | None) -> Any:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__, "1g")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here as well")
+    parser.add_argument("--keep", action="store_true", help="leave the work folder behind")
     parser.add_argument("--criu", type=Path, metavar="FOLDER", help="where a private CRIU is")
     parser.add_argument("--weights", type=parse_size, default=8 * 10**9, metavar="SIZE")
     parser.add_argument("--cache", type=parse_size, default=12 * 10**9, metavar="SIZE")
