@@ -1,6 +1,7 @@
 """RocksDB through rocksdict: opening it, its settings, its errors."""
 
 import os
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,11 @@ _CONFIG = "rocksdict-config.json"
 
 # How long closing waits for a thread that is still at work in the database.
 _BORROWED_SECONDS = 5.0
+
+# Of RocksDB's logs (rocksdb/db/log_format.h).
+_RECORD = struct.Struct("<4xHB")
+_LOG_BLOCK = 32 << 10
+_RECYCLED = (5, 6, 7, 8, 11)
 
 _NOT_IN_VIEW = {_CONFIG, "LOCK", "LOG"}
 
@@ -101,6 +107,28 @@ def _close(each: Rdict) -> None:
             time.sleep(0.001)
 
 
+def _check_manifest(path: Path) -> None:
+    """Raises CorruptCatalog for a record in the MANIFEST at which RocksDB would look for ever.
+
+    Its records (rocksdb/db/log_format.h) are checksum, 16-bit length, type; a type that says that
+    its file is used again, as one flipped bit can make of another, has no end there.
+    """
+    try:
+        named = (path / "CURRENT").read_text().strip()
+        content = (path / named).read_bytes() if named.startswith("MANIFEST-") else b""
+    except (OSError, ValueError):
+        return  # RocksDB says it better
+    position = 0
+    while position + _RECORD.size <= len(content):
+        if position % _LOG_BLOCK > _LOG_BLOCK - _RECORD.size:
+            position += -position % _LOG_BLOCK
+            continue
+        length, kind = _RECORD.unpack_from(content, position)
+        if kind in _RECYCLED:
+            raise CorruptCatalog(path, f"{named} has a record of type {kind}")
+        position += _RECORD.size + length
+
+
 class Database:
     """The tables of one catalog. Writers must hold the store's lock."""
 
@@ -117,6 +145,7 @@ class Database:
 
     def _open(self, place: str, options: Options, access: AccessType) -> None:
         with self.errors():
+            _check_manifest(self.path)
             if not self._view:
                 # Cut short by a crash or a full disk, it would keep the database from opening.
                 (self.path / _CONFIG).unlink(missing_ok=True)

@@ -341,6 +341,24 @@ def test_flipped_bits_in_the_catalog(examiner: Examiner, worn: Worn, tmp_path: P
             judge(damage_catalog(examiner, worn, tmp_path, name, "flip", place), (name, place))
 
 
+def test_a_record_that_rocksdb_never_gets_past(
+    examiner: Examiner, worn: Worn, tmp_path: Path
+) -> None:
+    """Every record of the MANIFEST, its type flipped to one of a file that is used again."""
+    (name,) = (name for name in catalog_files(worn) if name.startswith("MANIFEST"))
+    content = (worn.root / "catalog" / name).read_bytes()
+    at = 0
+    while at + 7 <= len(content):
+        root = tmp_path / str(at)
+        small_store.copy_store(worn.root, root)
+        damaged = bytearray(content)
+        damaged[at + 6] ^= 4
+        (root / "catalog" / name).unlink()
+        (root / "catalog" / name).write_bytes(damaged)
+        judge(examiner.examine(root), at)
+        at += 7 + int.from_bytes(content[at + 4 : at + 6], "little")
+
+
 def test_cut_and_deleted_files_of_the_catalog(
     examiner: Examiner, worn: Worn, tmp_path: Path
 ) -> None:
