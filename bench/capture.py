@@ -38,6 +38,7 @@ from common import (
 from subjects import (
     adopt_orphans,
     criu_program,
+    free_memory,
     reap,
     start_process,
     wait_for,
@@ -214,7 +215,7 @@ def main() -> int:
         print(f"capture.py: skipped: {reason}", file=sys.stderr)
         write_json(options.json, {"skipped": str(reason)})
         return 0
-    warm_memory()
+    warm_memory(free_memory())
     with workplace(options.keep) as work:
         write_json(options.json, measure(options, work))
     return 0

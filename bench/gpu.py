@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,7 +44,7 @@ from common import (
     table,
     write_json,
 )
-from subjects import adopt_orphans, criu_program, reap, wait_for
+from subjects import adopt_orphans, criu_program, reap, wait_for, warm_memory
 
 WORKER = Path(__file__).with_name("gpu_worker.py")
 SHM = Path("/dev/shm")
@@ -54,14 +54,8 @@ CRIU_OPTIONS = ("--tcp-established", "--ext-unix-sk", "--file-locks", "--link-re
 
 STEPS_BETWEEN = 40
 
-# A virtual machine may pay for memory that was not in use just before.
-WARM = """
-import mmap, sys
-memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-piece = b"1" * (1 << 21)
-for start in range(0, len(memory) - len(piece), len(piece)):
-    memory[start : start + len(piece)] = piece
-"""
+# Processes that touch memory side by side: one takes a minute for what a GPU worker needs.
+WARM_PARTS = 8
 
 
 @dataclass
@@ -70,7 +64,6 @@ class Worker:
 
     log: Path
     process: subprocess.Popen[bytes]
-    seen: list[str] = field(default_factory=list)
 
     @property
     def pid(self) -> int:
@@ -247,23 +240,23 @@ def measure(
     with working(folder, "one", options, 1) as worker:
         worker.verify()
         print(f"  a worker of {resident(worker.pid) / 1e9:.1f} GB runs", file=sys.stderr)
-        warm_memory(options.warm)
+        warm_memory(options.warm, WARM_PARTS)
         captures["first"] = captured(store, "one:1", worker, "--leave-running")
         worker.verify()
         worker.wait_steps(STEPS_BETWEEN)
-        warm_memory(options.warm)
+        warm_memory(options.warm, WARM_PARTS)
         captures["second"] = captured(store, "one:2", worker, "--leave-running")
         worker.verify()
         # From here on the worker ends and comes back, turn by turn: from what CRIU dumps now, and
         # from the image of the second capture.
-        warm_memory(options.warm)
+        warm_memory(options.warm, WARM_PARTS)
         found["criu_dump"] = rival.dump(worker)
-        warm_memory(options.warm)
+        warm_memory(options.warm, WARM_PARTS)
         found["criu_restores"].append(rival.restore(worker))
         worker.verify()
         reap(worker.pid)
         for number in range(options.runs):
-            warm_memory(options.warm)
+            warm_memory(options.warm, WARM_PARTS)
             found["restores"].append(restored(store, "one:2", worker))
             worker.verify()
             reap(worker.pid)
@@ -272,7 +265,7 @@ def measure(
                     other.verify()
                     captures["other worker, ended"] = captured(store, "two:1", other)
             if number + 1 < options.runs:
-                warm_memory(options.warm)
+                warm_memory(options.warm, WARM_PARTS)
                 found["criu_restores"].append(rival.restore(worker))
                 worker.verify()
                 reap(worker.pid)
@@ -313,25 +306,10 @@ def report(found: dict[str, Any]) -> list[Bar]:
         Bar("capture without CUDA, over criu dump", first / dump["criu"], 1, True),
         Bar("capture without CUDA, seconds", first, 5, True),
         Bar("stored by a second capture, %", 100 * captures["second"]["stored_share"], 0.5, True),
-        Bar(
-            "stored for a 2nd worker, %",
-            100 * other,
-            2,
-            True,
-        ),
+        Bar("stored for a 2nd worker, %", 100 * other, 2, True),
         Bar("second GPU step: times as soon as criu", min(eager) / min(lazy), 4),
         Bar("CRIU and fill, s", min(one["criu_and_fill"] for one in found["restores"]), 1.5, True),
     ]
-
-
-def warm_memory(size: int | None) -> None:
-    """Touches so much memory once, on several cores."""
-    if size is None:
-        return
-    parts = min(os.cpu_count() or 1, 8)
-    command = [sys.executable, "-c", WARM, str(size // parts)]
-    for process in [subprocess.Popen(command) for _ in range(parts)]:
-        process.wait()
 
 
 def gpu_facts(cuda: Any) -> dict[str, Any]:
@@ -372,6 +350,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--warm",
         type=parse_size,
         metavar="SIZE",
+        default=0,
         help="memory to touch right before each step that is measured (default: none)",
     )
     parser.add_argument("--runs", type=int, default=3, help="restores of each kind (default 3)")

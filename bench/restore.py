@@ -42,6 +42,7 @@ from subjects import (
     RECORD_BYTES,
     adopt_orphans,
     criu_program,
+    free_memory,
     reap,
     start_process,
     wait_for,
@@ -95,7 +96,6 @@ def checkpointed(size: int, seed: int, work: Path, policies: Sequence[str]) -> I
     """A process of this size, dumped into tmpfs and stored once with each policy."""
     criu = criu_program()
     record = work / "record"
-    record.write_bytes(bytes(RECORD_BYTES))
     images = Path(tempfile.mkdtemp(prefix="icefloe-bench-", dir=SHM))
     process = start_process(record, size, seed)
     stores = {policy: work / f"store-{policy}" for policy in policies}
@@ -433,7 +433,7 @@ def main() -> int:
         print(f"restore.py: skipped: {reason}", file=sys.stderr)
         write_json(options.json, {"skipped": str(reason)})
         return 0
-    warm_memory()
+    warm_memory(free_memory())
     with workplace(options.keep) as work:
         doors, bars = run_doors(options, work)
     sizes: dict[str, Any] = {}

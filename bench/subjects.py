@@ -83,8 +83,16 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def warm_memory() -> None:
-    """Touches most of the free memory once: the first time can cost a virtual machine seconds."""
+def free_memory() -> int:
+    """Most of the memory that is free, in bytes."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    size = (int(found[1]) << 10) * 3 // 4 if found else 0
-    subprocess.run([sys.executable, "-c", WARM, str(size)], check=True)
+    return (int(found[1]) << 10) * 3 // 4 if found else 0
+
+
+def warm_memory(size: int, parts: int = 1) -> None:
+    """Touches so much memory once, in several processes: a virtual machine may pay seconds for
+    memory that was not in use just before."""
+    command = [sys.executable, "-c", WARM, str(size // parts)]
+    for process in [subprocess.Popen(command) for _ in range(parts if size else 0)]:
+        if process.wait():
+            raise BenchError(f"{size} bytes of memory can't be touched")

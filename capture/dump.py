@@ -132,6 +132,11 @@ def no_dump() -> CriuFailed:
     )
 
 
+def given_up() -> CriuFailed:
+    """Nobody wants what CRIU writes any more."""
+    return CriuFailed("the dump was given up", "run it again")
+
+
 class Dump:
     """One run of `criu dump`, in a folder that holds `images` and its working files."""
 
@@ -176,7 +181,7 @@ class Dump:
         poll.register(self.held, select.POLLIN)
         while not poll.poll(_LOOK_MILLISECONDS):
             if stopped():
-                raise CriuFailed("the dump was given up", "run it again")
+                raise given_up()
         if os.read(self.held, 16) == b"":
             raise no_dump()
 

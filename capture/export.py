@@ -22,8 +22,7 @@ from icefloe.catalog import LocalStore
 from icefloe.errors import ExportExists
 from icefloe.ids import BlockId
 from icefloe.store.manifest import FileKind, ImageFile, Manifest
-
-_MAX_WORKERS = 16
+from icefloe.workers import worker_count
 
 _NODES = {
     FileKind.FIFO: 0o010000,
@@ -122,7 +121,7 @@ def write_files(
     Raises Corrupt or OSError, and leaves what it wrote.
     """
     _make_entries(manifest.files, root)
-    count = min(workers or os.cpu_count() or 1, _MAX_WORKERS)
+    count = worker_count(workers)
     spans, lock, failed = _spans(manifest), threading.Lock(), threading.Event()
 
     def work() -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from icefloe.capture import img_streamer
-from icefloe.capture.dump import no_dump
+from icefloe.capture.dump import given_up, no_dump
 from icefloe.capture.source import is_page_data
 from icefloe.capture.windows import (
     SMALL_FILE,
@@ -130,7 +130,7 @@ class Incoming:
 
     def _step(self) -> None:
         if self._stopped:
-            raise _given_up()
+            raise given_up()
         events = self._poll.poll(_LOOK_MILLISECONDS)
         for fd, event in events:
             if fd in self._files:
@@ -199,7 +199,7 @@ class Incoming:
         """The next that somebody gives back. Raises CriuFailed when nobody will."""
         buffer = self._spare.get()
         if buffer is None:
-            raise _given_up()
+            raise given_up()
         return buffer
 
     def _read(self, file: "_File", more: bool) -> None:
@@ -247,13 +247,9 @@ class Incoming:
         if isinstance(piece, Group):
             self._groups.acquire()
             if self._stopped:
-                raise _given_up()
+                raise given_up()
         self._ready.put(piece)
         self.sequence += 1
-
-
-def _given_up() -> CriuFailed:
-    return CriuFailed("the dump was given up", "run it again")
 
 
 class _File:

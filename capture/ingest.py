@@ -6,7 +6,6 @@ end, and appending to packs, so that a pack holds blocks in image order. Memory 
 number of workers, not by the size of the image.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +27,7 @@ from icefloe.store.codecs import Encoded, Encoder, PolicyName, as_it_is
 from icefloe.store.manifest import ImageFile, Manifest
 from icefloe.store.pack import Kind, StoredBlock
 from icefloe.store.writer import PackWriter
-
-# More threads than this would only wait for the interpreter and for each other.
-MAX_WORKERS = 16
+from icefloe.workers import worker_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ class Ingest:
         self._new_blocks = 0
         self._policy: PolicyName = options.policy
         self._hurry = options.hurry
-        self._cores = min(options.workers or os.cpu_count() or 1, MAX_WORKERS)
+        self._cores = worker_count(options.workers)
         # One waits for what comes next while the others work.
         self._workers = self._cores + options.hurry
         self._progress = progress

@@ -50,12 +50,16 @@ def look(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
 
 
+def again(process: Process) -> Process | None:
+    """The same process as it is now; None when it is gone, or its pid another's."""
+    now = look(process.pid)
+    return now if now is not None and now.started == process.started else None
+
+
 def is_thread(pid: int) -> bool:
     """Whether it is the number of a thread that isn't the first of its process."""
-    with suppress(OSError):
-        found = _GROUP.search((_PROC / str(pid) / "status").read_text(errors="replace"))
-        return found is not None and int(found[1]) != pid
-    return False
+    group = _status(pid, _GROUP)
+    return group is not None and int(group) != pid
 
 
 def below(pid: int, others: Set[int] = frozenset()) -> Iterator[Process]:
@@ -76,34 +80,35 @@ def below(pid: int, others: Set[int] = frozenset()) -> Iterator[Process]:
 
 def tree(root: Process) -> list[Process]:
     """The living processes of a tree, the root first; none when the root is another one now."""
-    now = look(root.pid)
-    if now is None or now.started != root.started:
+    if (now := again(root)) is None:
         return []
     return [process for process in (now, *below(root.pid)) if not process.dead]
 
 
 def is_there(process: Process) -> bool:
     """Whether it is still the same process, and alive."""
-    now = look(process.pid)
-    return now is not None and now.started == process.started and not now.dead
+    now = again(process)
+    return now is not None and not now.dead
 
 
 def inner_pid(pid: int) -> int:
     """The pid that a process itself sees, which is the one that CRIU records (proc(5), NSpid)."""
-    with suppress(OSError):
-        found = _NS_PIDS.search((_PROC / str(pid) / "status").read_text(errors="replace"))
-        if found:
-            return int(found[1].split()[-1])
-    return pid
+    pids = _status(pid, _NS_PIDS)
+    return int(pids.split()[-1]) if pids is not None else pid
 
 
 def resident_bytes(pid: int) -> int:
     """Memory that a process holds."""
+    kilobytes = _status(pid, _RESIDENT)
+    return int(kilobytes) << 10 if kilobytes is not None else 0
+
+
+def _status(pid: int, line: re.Pattern[str]) -> str | None:
+    """What a line of /proc/PID/status says, None where there is none."""
     with suppress(OSError):
-        found = _RESIDENT.search((_PROC / str(pid) / "status").read_text(errors="replace"))
-        if found:
-            return int(found[1]) << 10
-    return 0
+        found = line.search((_PROC / str(pid) / "status").read_text(errors="replace"))
+        return found[1] if found else None
+    return None
 
 
 def opens(pid: int, prefix: str) -> bool:

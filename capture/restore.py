@@ -5,7 +5,6 @@ brings it in meanwhile (capture/lazy_pages.py); the eager one writes CRIU a comp
 the stream one hands it file after file (capture/stream.py).
 """
 
-import os
 import subprocess
 import tempfile
 import time
@@ -34,12 +33,11 @@ from icefloe.catalog import LocalStore
 from icefloe.errors import CriuFailed, IcefloeError, RestoreAborted
 from icefloe.ids import BlockId, IdPrefix, Name
 from icefloe.store.trace import EMPTY, Trace
+from icefloe.workers import worker_count
 
 DoorName = Literal["lazy", "eager", "stream"]
 
 _PSTREE = "pstree.img"
-
-_MAX_WORKERS = 16
 
 # How often to see whether processes have ended without a word.
 _DEAD_SECONDS = 1.0
@@ -277,7 +275,7 @@ def _restore_lazily(
     plan = Plan([p.pid for p in processes], files.lazy, len(stored.manifest.blocks))
     regions = tracing.regions_of(memories, plan.tasks)
     first = tracing.units_of(trace, regions, plan)
-    workers = min(options.workers or os.cpu_count() or 1, _MAX_WORKERS)
+    workers = worker_count(options.workers)
     fill = Fill(plan, source, plan.order(first) if options.fill else None, workers)
     with durable.write_errors(run.folder):
         files.write(run.folder, workers)

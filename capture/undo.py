@@ -139,8 +139,8 @@ def end_strays(criu: int) -> None:
 def undo(doing: Doing, open_cuda: OpenCuda, cuda_seconds: float) -> None:
     """CRIU must have ended. Raises CudaFailed when CUDA can't be woken."""
     if doing.committed:
-        root = processes.look(doing.root.pid)
-        if root is None or root.started != doing.root.started or root.dead:
+        root = processes.again(doing.root)
+        if root is None or root.dead:
             return  # it is the last to be ended
         if root.stopped:
             kill(doing.root)
@@ -176,8 +176,7 @@ def _signal(process: Process, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         fd = os.pidfd_open(process.pid)
         try:
-            now = processes.look(process.pid)
-            if now is not None and now.started == process.started:
+            if processes.again(process) is not None:
                 signal.pidfd_send_signal(fd, number)
         finally:
             os.close(fd)

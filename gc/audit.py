@@ -5,7 +5,6 @@ problem is either damage, which means that data is or may be lost, or waste, whi
 gives back (docs/invariants.md tells the two apart).
 """
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,8 +22,7 @@ from icefloe.store.manifest import Manifest
 from icefloe.store.pack import read_index
 from icefloe.store.verify import verify_pack
 from icefloe.store.writer import staging_leftovers
-
-_MAX_WORKERS = 16
+from icefloe.workers import worker_count
 
 # Wrong in the catalog only: packs and journal know better.
 _MENDED_BY_REBUILD = {
@@ -237,6 +235,6 @@ def _read_all(store: LocalStore, packs: list[PackId], progress: Progress) -> Ite
         progress(path.stat().st_size if path.exists() else 0)
         return found
 
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_WORKERS)) as pool:
+    with ThreadPoolExecutor(worker_count()) as pool:
         for problems in pool.map(verify, packs):
             yield from problems

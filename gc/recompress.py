@@ -5,7 +5,6 @@ While a process is frozen, blocks are stored raw or with lz4 when the codec can'
 order is that of a collection: new packs, commit, and only then the old ones go.
 """
 
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from icefloe.ids import PackId
 from icefloe.store.codecs import Codec, Encoder, PolicyName
 from icefloe.store.pack import StoredBlock
 from icefloe.store.reader import BlockReader
+from icefloe.workers import worker_count
 
 # Writing a pack anew costs as much as writing it did: not for less than this. Nor for nothing: a
 # pack that holds the same has the same id, and would be unlinked with the old one.
@@ -23,8 +23,6 @@ _WORTH = 0.02
 
 # What a thread codes at a time: enough that handing it out doesn't show.
 _BLOCKS_AT_ONCE = 8
-
-_MAX_WORKERS = 16
 
 _HASTY = (Codec.RAW, Codec.LZ4)
 
@@ -79,7 +77,7 @@ class _Coders:
         self._policy: PolicyName = policy
         self._own = threading.local()
         self._readers: list[BlockReader] = []
-        self._pool = ThreadPoolExecutor(min(workers or os.cpu_count() or 1, _MAX_WORKERS), "code")
+        self._pool = ThreadPoolExecutor(worker_count(workers), "code")
 
     def __enter__(self) -> "_Coders":
         return self

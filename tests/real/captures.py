@@ -17,7 +17,7 @@ from typing import Any
 from criu_tool import Criu
 from processes import reap_session, session_members, wait_until
 from restores import command, environment, state_of
-from stores import ADD_KEYS, icefloe
+from stores import ADD_KEYS, check_promised, icefloe
 from workloads import ADVANCE_SECONDS, Heap, Recorded, State, Workload
 
 CAPTURE_SECONDS = 60.0
@@ -46,12 +46,7 @@ def capture(
     )
     assert (result.returncode, result.stderr) == (0, ""), f"{result.returncode}: {result.stderr}"
     answer: dict[str, Any] = json.loads(result.stdout)
-    wrong = {
-        key: answer.get(key)
-        for key, kind in CAPTURE_KEYS.items()
-        if not isinstance(answer.get(key), kind)
-    }
-    assert not wrong, f"`capture --json` has wrong values: {wrong}"
+    check_promised("capture", answer, CAPTURE_KEYS)
     assert 0 < answer["frozen_seconds"] <= answer["seconds"] and answer["cuda_seconds"] == 0
     if LEAVE_RUNNING not in args:
         alive = [pid for pid in session_members(workload.pid) if state_of(pid) not in (None, "Z")]

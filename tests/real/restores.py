@@ -16,6 +16,7 @@ from typing import Any
 
 from criu_tool import Criu
 from processes import wait_until
+from stores import check_promised
 from workloads import Workload
 
 RESTORE_SECONDS = 60.0
@@ -67,12 +68,7 @@ def restore(
     )
     assert result.returncode == 0, f"exit {result.returncode}\n{result.stderr}"
     answer: dict[str, Any] = json.loads(result.stdout)
-    wrong = {
-        key: answer.get(key)
-        for key, kind in RESTORE_KEYS.items()
-        if not isinstance(answer.get(key), kind)
-    }
-    assert not wrong, f"`restore --json` has wrong values: {wrong}"
+    check_promised("restore", answer, RESTORE_KEYS)
     assert answer["pid"] == workload.pid
     return answer
 

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,18 @@ def icefloe(store: Path, *args: str | Path) -> Any:
 def add(store: Path, directory: Path, name: str) -> dict[str, Any]:
     """Adds a directory; checks the promised keys of the answer and returns it."""
     answer: dict[str, Any] = icefloe(store, "add", directory, name)
-    missing = sorted(ADD_KEYS.keys() - answer.keys())
-    assert not missing, f"`add --json` lacks {missing}"
-    wrong = {
-        key: answer[key] for key, kind in ADD_KEYS.items() if not isinstance(answer[key], kind)
-    }
-    assert not wrong, f"`add --json` has values of the wrong kind: {wrong}"
+    check_promised("add", answer, ADD_KEYS)
     return answer
+
+
+def check_promised(
+    what: str, answer: Mapping[str, Any], keys: Mapping[str, type | tuple[type, ...]]
+) -> None:
+    """Asserts that the JSON of a command has all promised keys, each with the right kind."""
+    missing = sorted(keys.keys() - answer.keys())
+    assert not missing, f"`{what} --json` lacks {missing}"
+    wrong = {key: answer[key] for key, kind in keys.items() if not isinstance(answer[key], kind)}
+    assert not wrong, f"`{what} --json` has values of the wrong kind: {wrong}"
 
 
 def facts_of(tree: Path) -> dict[str, Facts]:
