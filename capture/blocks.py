@@ -5,8 +5,8 @@ don't know whether they lie on this disk or come over a network.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -19,22 +19,21 @@ from icefloe.store.manifest import ZERO, Extents, Manifest
 from icefloe.store.pack import open_pack
 from icefloe.store.reader import BlockReader, Location
 
-# Extents that are read at once: enough for long reads.
+# Extents that are asked for at once: enough for long reads.
 BATCH = 32
 
 # Zeros are handed out in pieces of at most this many bytes.
 _ZEROS = memoryview(bytes(1 << 20))
 
-Load = Callable[[], Buffer]
-"""Decodes and verifies one block; its bytes are valid until the next one is loaded. Raises
-Corrupt. Not calling it saves the work."""
-
 
 class Blocks(Protocol):
     """One thread's way to the blocks."""
 
-    def fetch(self, numbers: Sequence[int]) -> Iterator[tuple[int, Load]]:
-        """The blocks with these numbers, in this order. Raises Corrupt."""
+    def fetch(self, numbers: Sequence[int]) -> Iterator[Sequence[Buffer]]:
+        """The blocks with these numbers, in this order, as many at a time as there are.
+
+        They are verified, and valid until the next ones are asked for. Raises Corrupt.
+        """
 
     def close(self) -> None:
         """Gives back what was opened."""
@@ -98,11 +97,9 @@ class StoreBlocks:
         self._source = source
         self._reader = reader
 
-    def fetch(self, numbers: Sequence[int]) -> Iterator[tuple[int, Load]]:
+    def fetch(self, numbers: Sequence[int]) -> Iterator[Sequence[Buffer]]:
         """See Blocks."""
-        payloads = self._reader.payloads(self._source.locate(numbers))
-        for number, (where, payload) in zip(numbers, payloads, strict=True):
-            yield number, partial(self._reader.verified, where, payload)
+        return self._reader.read_batches(self._source.locate(numbers))
 
     def close(self) -> None:
         """See Blocks."""
@@ -113,12 +110,12 @@ def read_extents(blocks: Blocks, extents: Extents) -> Iterator[tuple[Buffer | No
     """The bytes that extents stand for, one after the other: (bytes, length), None for zeros."""
     for first in range(0, len(extents), BATCH):
         part = extents[first : first + BATCH]
-        loads = blocks.fetch(part["block"][part["block"] != ZERO].tolist())
+        raws = chain.from_iterable(blocks.fetch(part["block"][part["block"] != ZERO].tolist()))
         for block, offset, length in part.tolist():
             if block == ZERO:
                 yield None, length
             else:
-                yield memoryview(next(loads)[1]())[offset : offset + length], length
+                yield memoryview(next(raws))[offset : offset + length], length
 
 
 def with_zeros(pieces: Iterator[tuple[Buffer | None, int]]) -> Iterator[Buffer]:

@@ -1,7 +1,8 @@
 """Puts the memory of a checkpoint into the address spaces of a restored process tree.
 
 Worker threads take units (capture/plan.py) in a given order; a page fault takes its unit first.
-Each unit is claimed by one thread, decoded once, and copied to every space that lacks it.
+Each unit is claimed by one thread and copied to every space that lacks it, together with its
+neighbours: one thread at a time runs Python, so what is done for each unit would hold up all.
 
 Between looking up where memory is now and the system call that fills it, nothing may move: a
 thread does both under the lock of its own lane, and who applies an event holds all lanes.
@@ -20,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from icefloe.capture import uffd
-from icefloe.capture.blocks import BATCH, Blocks, BlockSource, Load
+from icefloe.capture.blocks import BATCH, Blocks, BlockSource
 from icefloe.capture.images import PAGE
-from icefloe.capture.plan import Plan
+from icefloe.capture.plan import Plan, Row
 from icefloe.capture.spaces import Space
+from icefloe.durable import Buffer
 from icefloe.errors import LimitReached
 from icefloe.store.manifest import ZERO
 
@@ -31,9 +33,15 @@ from icefloe.store.manifest import ZERO
 # map the kernel's one zero page, so they cost nothing but page table entries.
 _ZERO_AROUND = 64 * PAGE
 
+# One system call copies at most this: events wait for it, and so do faults.
+_COPY_BYTES = 2 << 20
+
 # How long to wait until CRIU has registered memory, and until an event has been read.
 _UNREGISTERED_SECONDS = 0.002
 _CHANGING_SECONDS = 0.0002
+
+Raws = dict[int, Buffer]
+"""The raw bytes of blocks, by their number."""
 
 _NOBODY = (errno.ESRCH, errno.ENOSPC)  # the process is gone; ENOSPC before Linux 4.18
 
@@ -76,7 +84,7 @@ class Fill:
         self._order = order
         self._next = 0
         self._spaces: list[tuple[Space, ...]] = [() for _ in plan.tasks]
-        self._claimed = bytearray(plan.units)
+        self._claimed = np.zeros(plan.units, np.bool_)
         self._claiming = threading.Lock()
         self._left = 0 if order is None else len(order)
         self._faults: queue.SimpleQueue[Fault | None] = queue.SimpleQueue()
@@ -209,38 +217,47 @@ class Fill:
     def _work(self, lane: Lane) -> None:
         with closing(self._source.open()) as ahead, closing(self._source.open()) as urgent:
             while units := self._take():
-                loads = ahead.fetch([unit for unit in units if unit < self._plan.blocks])
-                for unit in units:
-                    load = next(loads)[1] if unit < self._plan.blocks else None
+                for part, raws in self._load(ahead, units):
                     while not self._faults.empty() and not self._stopping.is_set():
                         self._serve_next(lane, urgent)
                     if self._stopping.is_set():
                         return
-                    if self._claim(unit):
-                        self._put_unit(lane, self._plan.rows(unit), load)
-                        self._finished()
+                    if claimed := self._claim(part):
+                        self._put_rows(lane, self._plan.rows(claimed), raws)
+                        self._finished(len(claimed))
 
     def _take(self) -> list[int]:
         """The next units that nobody has claimed."""
         assert self._order is not None
         with self._claiming:
             while self._next < len(self._order):
-                units = self._order[self._next : self._next + BATCH].tolist()
+                units = self._order[self._next : self._next + BATCH]
                 self._next += BATCH
-                if units := [unit for unit in units if not self._claimed[unit]]:
-                    return units
+                if len(units := units[~self._claimed[units]]):
+                    found: list[int] = units.tolist()
+                    return found
         return []
 
-    def _claim(self, unit: int) -> bool:
-        with self._claiming:
-            if self._claimed[unit]:
-                return False
-            self._claimed[unit] = 1
-            return True
+    def _load(self, blocks: Blocks, units: list[int]) -> Iterator[tuple[list[int], Raws]]:
+        """Some of these units at a time, and the blocks among them."""
+        yield from (([unit], {}) for unit in units if unit >= self._plan.blocks)
+        numbers = [unit for unit in units if unit < self._plan.blocks]
+        done = 0
+        for raws in blocks.fetch(numbers):
+            part = numbers[done : done + len(raws)]
+            yield part, dict(zip(part, raws, strict=True))
+            done += len(raws)
 
-    def _finished(self) -> None:
+    def _claim(self, units: list[int]) -> list[int]:
+        """Those of these units that nobody else has claimed; whoever claims one puts it in."""
         with self._claiming:
-            self._left -= 1
+            mine = [unit for unit in units if not self._claimed[unit]]
+            self._claimed[mine] = True
+            return mine
+
+    def _finished(self, units: int) -> None:
+        with self._claiming:
+            self._left -= units
             if not self._left:
                 self._finish()
 
@@ -281,9 +298,8 @@ class Fill:
         if block == ZERO:
             self._put(lane, space, origin, origin + PAGE, 0)
             return
-        raw = np.frombuffer(next(blocks.fetch([block]))[1](), np.uint8)
-        start = int(raw.__array_interface__["data"][0]) + offset + origin - vaddr
-        self._put(lane, space, origin, origin + PAGE, start)
+        (raw,) = next(blocks.fetch([block]))
+        self._put(lane, space, origin, origin + PAGE, _address(raw) + offset + origin - vaddr)
 
     def _put_touched(
         self, lane: Lane, blocks: Blocks, space: Space, number: int, origin: int
@@ -292,39 +308,30 @@ class Fill:
         plan, unit = self._plan, self._plan.unit(number)
         ahead = self._order is not None
         claim = unit if ahead else plan.blocks + number
-        if not self._claim(claim):
+        if not self._claim([claim]):
             return
         self.touches.append(Touch(space.task, origin, time.monotonic() - self.started_at))
-        load = next(blocks.fetch([unit]))[1] if unit < plan.blocks else None
-        rows = plan.rows(unit) if ahead else plan.row(number)
-        self._put_unit(lane, rows, load, (space, origin))
+        ((_, raws),) = self._load(blocks, [unit])
+        rows = plan.rows([unit]) if ahead else plan.row(number)
+        for vaddr, length, offset, task, _, block in rows:
+            if task == space.task and vaddr <= origin < vaddr + length and block != ZERO:
+                source = _address(raws[block]) + offset + origin - vaddr
+                self._put(lane, space, origin, origin + PAGE, source)
+        self._put_rows(lane, rows, raws)
         if ahead:
-            self._finished()
+            self._finished(1)
 
-    def _put_unit(
-        self,
-        lane: Lane,
-        rows: Sequence[tuple[int, int, int, int, int, int]],
-        load: Load | None,
-        first: tuple[Space, int] | None = None,
-    ) -> None:
-        """Copies a unit to every space that lacks it, to the page of `first` before the others."""
-        raw = None if load is None else np.frombuffer(load(), np.uint8)
-        start = 0 if raw is None else int(raw.__array_interface__["data"][0])
-        if first is not None:
-            space, origin = first
-            for vaddr, length, offset, task, _, _ in rows:
-                if task == space.task and vaddr <= origin < vaddr + length and raw is not None:
-                    self._put(lane, space, origin, origin + PAGE, start + offset + origin - vaddr)
-        for vaddr, length, offset, task, number, _ in rows:
-            index = number - self._plan.bounds[task]
-            source = start + offset if raw is not None else 0
+    def _put_rows(self, lane: Lane, rows: Sequence[Row], raws: Raws) -> None:
+        """Copies segments to every space that lacks them."""
+        for task, numbers, vaddr, end, source in _runs(rows, raws):
+            first = self._plan.bounds[task]
+            run = slice(numbers.start - first, numbers.stop - first)
             # A space that was forked meanwhile shows up when the others are done.
-            while lacking := [s for s in self._spaces[task] if s.alive and not s.done[index]]:
+            while lacking := [s for s in self._spaces[task] if s.alive and not all(s.done[run])]:
                 for space in lacking:
-                    self._put(lane, space, vaddr, vaddr + length, source)
-                    space.done[index] = 1
-            lane.filled_bytes += length
+                    self._put(lane, space, vaddr, end, source)
+                    space.done[run] = bytes([1]) * len(numbers)
+            lane.filled_bytes += end - vaddr
 
     def _put_zeros(self, space: Space, address: int, unnamed: bool) -> None:
         """Memory that the checkpoint doesn't name is zero, and so is what was discarded.
@@ -396,3 +403,35 @@ class Fill:
                 limit = max(limit, end - origin)
             origin += moved
             source += moved if source else 0
+
+
+def _address(raw: Buffer) -> int:
+    """Where in our memory these bytes are."""
+    return int(np.frombuffer(raw, np.uint8).__array_interface__["data"][0])
+
+
+def _runs(rows: Sequence[Row], raws: Raws) -> Iterator[tuple[int, range, int, int, int]]:
+    """What one system call puts in: task, numbers of segments, vaddr, end, source.
+
+    The source is an address in our memory, 0 for zeros. Segments are by task and address.
+    """
+    task, numbers, vaddr, end, source = 0, range(0), 0, 0, 0
+    for start, length, offset, owner, number, block in rows:
+        at = 0 if block == ZERO else _address(raws[block]) + offset
+        if (
+            len(numbers)
+            and number == numbers.stop
+            and owner == task
+            and start == end
+            and source
+            and at == source + end - vaddr
+            and start + length - vaddr <= _COPY_BYTES
+        ):
+            numbers, end = range(numbers.start, number + 1), start + length
+            continue
+        if len(numbers):
+            yield task, numbers, vaddr, end, source
+        task, numbers = owner, range(number, number + 1)
+        vaddr, end, source = start, start + length, at
+    if len(numbers):
+        yield task, numbers, vaddr, end, source

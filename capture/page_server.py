@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
@@ -138,8 +139,9 @@ class _Memory:
         missing = [number for number in dict.fromkeys(numbers) if number not in found]
         if not missing:
             return found
-        for number, load in blocks.fetch(missing):
-            found[number] = bytes(load())
+        fetched = chain.from_iterable(blocks.fetch(missing))
+        for number, fresh in zip(missing, fetched, strict=True):
+            found[number] = bytes(fresh)
             self._keep(number, found[number])
         return found
 

@@ -26,6 +26,9 @@ _ROW_DTYPE = np.dtype(
     ]
 )
 
+Row = tuple[int, int, int, int, int, int]
+"""A segment: vaddr, length, offset in the block, task, number, block."""
+
 
 class Plan:
     """All lazy memory of a process tree, by unit and by address.
@@ -49,9 +52,8 @@ class Plan:
         self._starts = np.ascontiguousarray(rows["vaddr"])
         self._ends = self._starts + rows["length"]
         self._unit_of = units
-        by_unit = np.argsort(units, kind="stable")
-        self._by_unit = rows[by_unit]
-        self._sorted_units = units[by_unit]
+        self._numbers = np.argsort(units, kind="stable")
+        self._sorted_units = units[self._numbers]
         self.bytes = int(rows["length"].sum())
 
     @property
@@ -71,16 +73,18 @@ class Plan:
         ordered: NDArray[np.int64] = units[np.argsort(index)]
         return ordered
 
-    def rows(self, unit: int) -> list[tuple[int, int, int, int, int, int]]:
-        """The segments of a unit: vaddr, length, offset in the block, task, number, block."""
-        first, last = np.searchsorted(self._sorted_units, (unit, unit + 1)).tolist()
-        found: list[tuple[int, int, int, int, int, int]] = self._by_unit[first:last].tolist()
+    def rows(self, units: Sequence[int]) -> list[Row]:
+        """The segments of these units (each once), by task and address."""
+        first = np.searchsorted(self._sorted_units, units)
+        counts = np.searchsorted(self._sorted_units, units, side="right") - first
+        ends = np.cumsum(counts)
+        which = np.repeat(first - ends + counts, counts) + np.arange(counts.sum())
+        found: list[Row] = self._by_address[np.sort(self._numbers[which])].tolist()
         return found
 
-    def row(self, number: int) -> list[tuple[int, int, int, int, int, int]]:
+    def row(self, number: int) -> list[Row]:
         """One segment alone."""
-        found: list[tuple[int, int, int, int, int, int]]
-        found = self._by_address[number : number + 1].tolist()
+        found: list[Row] = self._by_address[number : number + 1].tolist()
         return found
 
     def find(self, task: int, address: int) -> int | None:

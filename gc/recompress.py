@@ -95,10 +95,10 @@ class _Coders:
     def _code(self, blocks: Sequence[BlockRow]) -> list[StoredBlock]:
         reader, encoder = self._tools()
         result = []
-        payloads = reader.payloads([block.where for block in blocks])
-        for block, (where, payload) in zip(blocks, payloads, strict=True):
-            raw = memoryview(reader.verified(where, payload))
-            coded = encoder.encode(raw) if where.codec in _HASTY else None
+        stored = reader.read_stored([block.where for block in blocks])
+        for block, (payload, raw) in zip(blocks, stored, strict=True):
+            where = block.where
+            coded = encoder.encode(memoryview(raw)) if where.codec in _HASTY else None
             if coded is not None and len(coded.payload) < where.stored:
                 result.append(block.stored(coded.codec, coded.payload))
             else:

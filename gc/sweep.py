@@ -148,8 +148,8 @@ def _rewrite(store: LocalStore, packs: Sequence[PackRow], goes: Set[BlockId]) ->
         for pack in packs:
             replacement.packs.append(pack.id)
             stays = [row for row in blocks_of(store, pack) if row.where.id not in goes]
-            payloads = reader.read_stored([row.where for row in stays])
-            for row, payload in zip(stays, payloads, strict=True):
+            stored = reader.read_stored([row.where for row in stays])
+            for row, (payload, _) in zip(stays, stored, strict=True):
                 replacement.writer.append([row.stored(Codec(row.where.codec), payload)])
     return replacement.freed_bytes
 

@@ -5,6 +5,8 @@ is not, and never changes the block's id. An Encoder or Decoder belongs to one t
 zstd context costs up to half of what coding a small block does.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -138,6 +140,29 @@ class Decoder:
         if len(raw) != raw_length:
             raise Undecodable(f"{len(raw)} bytes instead of {raw_length}")
         return raw
+
+    def decode_all(
+        self, codecs: Sequence[int], payloads: Sequence[Buffer], raw_lengths: Sequence[int]
+    ) -> list[Buffer]:
+        """Several blocks. One call decodes what is zstd, and holds no thread up meanwhile.
+
+        Raises Undecodable where `decode` does, but for a zstd frame that something follows.
+        """
+        zstd = [i for i, codec in enumerate(codecs) if codec == Codec.ZSTD]
+        if len(zstd) < 2:
+            return list(map(self.decode, codecs, payloads, raw_lengths))
+        frames = [payloads[i] for i in zstd]
+        lengths = memoryview(array("Q", (raw_lengths[i] for i in zstd)))
+        try:
+            decoded = self._zstd.multi_decompress_to_buffer(frames, lengths, threads=1)
+        except zstandard.ZstdError as error:
+            raise Undecodable(f"zstd: {error}") from error
+        # What zstandard declares of its segments leaves out that they are buffers.
+        segments = (memoryview(decoded[i]) for i in range(len(zstd)))  # type: ignore[arg-type]
+        return [
+            next(segments) if codec == Codec.ZSTD else self.decode(codec, payload, raw)
+            for codec, payload, raw in zip(codecs, payloads, raw_lengths, strict=True)
+        ]
 
     def _lz4(self, payload: Buffer, raw_length: int) -> bytes:
         try:

@@ -1,13 +1,13 @@
 """Reads blocks out of packs, verified. A reader belongs to one thread.
 
-Neighbours in a pack are read in one go into a buffer that is used again; what is handed out is
-valid until the next block is asked for.
+Several blocks are read and decoded at once, neighbours in a pack with one read, into a buffer that
+is used again; what is handed out is valid until the next block is asked for.
 """
 
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +19,14 @@ from icefloe.store.codecs import Decoder, Undecodable
 from icefloe.store.layout import Layout
 from icefloe.store.pack import open_pack, reading
 
-# One read of at most this, bridging gaps of at most that: a seek costs more than reading through.
-_READ_BYTES = 8 << 20
+# Gaps of at most this are read through: a seek costs more.
 _MAX_GAP = 256 << 10
+
+# Blocks that are read and decoded together: their stored bytes with such gaps, their raw bytes.
+# Each step that isn't Python's own is done for all of them at once, so that threads rarely wait
+# for one another; and whoever waits for one of them waits for all. A larger block comes alone.
+_READ_BYTES = 8 << 20
+_RAW_BYTES = 4 << 20
 
 _OPEN_PACKS = 8
 
@@ -74,35 +79,46 @@ class BlockReader:
 
         A buffer is valid until the next one is asked for.
         """
-        for where, payload in self.payloads(locations):
-            yield self.verified(where, payload)
+        for raws in self.read_batches(locations):
+            yield from raws
 
-    def read_stored(self, locations: Sequence[Location]) -> Iterator[memoryview]:
-        """Like `read`, but yields the payloads as they are stored. They are verified too."""
-        for where, payload in self.payloads(locations):
-            self.verified(where, payload)
-            yield payload
+    def read_batches(self, locations: Sequence[Location]) -> Iterator[list[Buffer]]:
+        """Like `read`, but as many at a time as are decoded together."""
+        for spans in _batches(locations):
+            yield self._verified(*self._payloads(spans))
 
-    def payloads(self, locations: Sequence[Location]) -> Iterator[tuple[Location, memoryview]]:
-        """What is stored at each location, not looked at. Raises CorruptPack or MissingPack."""
-        for group in _neighbours(locations):
-            stored = self._read_span(group[0].pack, group[0].offset, group[-1].end)
-            for where in group:
-                start = where.offset - group[0].offset
-                yield where, stored[start : start + where.stored]
+    def read_stored(self, locations: Sequence[Location]) -> Iterator[tuple[memoryview, Buffer]]:
+        """Like `read`, but yields the payload as it is stored, and the raw bytes."""
+        for spans in _batches(locations):
+            batch, payloads = self._payloads(spans)
+            yield from zip(payloads, self._verified(batch, payloads), strict=True)
 
     def read_one(self, location: Location) -> bytes:
         """Raw bytes of one block, to keep. Raises CorruptBlock, CorruptPack or MissingPack."""
         (raw,) = (bytes(raw) for raw in self.read([location]))
         return raw
 
-    def _read_span(self, pack: PackId, start: int, end: int) -> memoryview:
-        length = end - start
-        into = self._buffer if length <= _READ_BYTES else memoryview(mmap.mmap(-1, length))
+    def _payloads(
+        self, spans: Sequence[Sequence[Location]]
+    ) -> tuple[list[Location], list[memoryview]]:
+        """What is stored there, not looked at."""
+        total = sum(span[-1].end - span[0].offset for span in spans)
+        into = self._buffer if total <= _READ_BYTES else memoryview(mmap.mmap(-1, total))
+        batch: list[Location] = []
+        payloads = []
+        for span in spans:
+            first = span[0].offset
+            stored = self._read_span(span[0].pack, first, into[: span[-1].end - first])
+            into = into[len(stored) :]
+            batch += span
+            payloads += [stored[at.offset - first : at.end - first] for at in span]
+        return batch, payloads
+
+    def _read_span(self, pack: PackId, start: int, into: memoryview) -> memoryview:
         fd, done = self._descriptor(pack), 0
         with reading(self.path(pack)):
-            while done < length:
-                count = os.preadv(fd, [into[done:length]], start + done)
+            while done < len(into):
+                count = os.preadv(fd, [into[done:]], start + done)
                 if not count:
                     break  # a pack cut short: what is missing fails its hash
                 done += count
@@ -123,32 +139,45 @@ class BlockReader:
         """The pack's file."""
         return self._layout.pack(pack)
 
-    def verified(self, where: Location, stored: memoryview) -> Buffer:
-        """The raw bytes of a payload. Raises CorruptBlock."""
+    def _verified(self, batch: Sequence[Location], payloads: Sequence[memoryview]) -> list[Buffer]:
+        codecs, lengths = [at.codec for at in batch], [at.raw for at in batch]
         try:
-            raw = self._decoder.decode(where.codec, stored, where.raw)
+            raws = self._decoder.decode_all(codecs, payloads, lengths)
+        except Undecodable:
+            raws = list(map(self._decode, batch, payloads))  # finds out which
+        for at, raw in zip(batch, raws, strict=True):
+            if (found := block_id(raw)) != at.id:
+                path = self.path(at.pack)
+                raise CorruptBlock(path, at.offset, at.id, f"its bytes hash to {found.hex()}")
+        return raws
+
+    def _decode(self, at: Location, payload: memoryview) -> Buffer:
+        try:
+            return self._decoder.decode(at.codec, payload, at.raw)
         except Undecodable as error:
-            raise CorruptBlock(self.path(where.pack), where.offset, where.id, str(error)) from error
-        found = block_id(raw)
-        if found != where.id:
-            path = self.path(where.pack)
-            raise CorruptBlock(path, where.offset, where.id, f"its bytes hash to {found.hex()}")
-        return raw
+            raise CorruptBlock(self.path(at.pack), at.offset, at.id, str(error)) from error
 
 
-def _neighbours(locations: Sequence[Location]) -> Iterator[Sequence[Location]]:
-    """Splits where one read would get too long, cross a wide gap or another pack."""
-    first = 0
-    for i in range(1, len(locations) + 1):
-        if i < len(locations) and _joins(locations[first], locations[i - 1], locations[i]):
-            continue
-        yield locations[first:i]
-        first = i
-
-
-def _joins(first: Location, before: Location, after: Location) -> bool:
-    return (
-        after.pack == before.pack
-        and 0 <= after.offset - before.end <= _MAX_GAP
-        and after.end - first.offset <= _READ_BYTES
-    )
+def _batches(locations: Iterable[Location]) -> Iterator[list[list[Location]]]:
+    """What is decoded together, split where one read would cross a wide gap or another pack."""
+    spans: list[list[Location]] = []
+    stored = raw = 0
+    for at in locations:
+        before = spans[-1][-1] if spans else None
+        joins = (
+            before is not None
+            and at.pack == before.pack
+            and 0 <= at.offset - before.end <= _MAX_GAP
+        )
+        more = at.end - before.end if joins and before is not None else at.stored
+        if spans and (stored + more > _READ_BYTES or raw + at.raw > _RAW_BYTES):
+            yield spans
+            spans, stored, raw, joins, more = [], 0, 0, False, at.stored
+        if joins:
+            spans[-1].append(at)
+        else:
+            spans.append([at])
+        stored += more
+        raw += at.raw
+    if spans:
+        yield spans

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from puppet import PAGE, digest
 
-from icefloe.capture.blocks import Load
 from icefloe.capture.images import Columns
 from icefloe.capture.memory import SEGMENT_DTYPE
 from icefloe.durable import Buffer
@@ -51,10 +50,10 @@ class FakeSource:
         self.opened += 1
         return self
 
-    def fetch(self, numbers: Sequence[int]) -> Iterator[tuple[int, Load]]:
+    def fetch(self, numbers: Sequence[int]) -> Iterator[Sequence[Buffer]]:
         """See Blocks."""
         for number in numbers:
-            yield number, lambda number=number: self._load(number)  # type: ignore[misc]
+            yield [self._load(number)]
 
     def _load(self, number: int) -> Buffer:
         assert self.held.wait(20)

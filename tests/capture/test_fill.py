@@ -232,7 +232,7 @@ def test_order() -> None:
     plan = Plan([5], {5: segments(rows)}, 3)
     assert plan.order().tolist() == [2, 4, 5, 6, 0]
     assert plan.order(np.array([0, 5])).tolist() == [0, 5, 2, 4, 6]
-    assert plan.bytes == 10_012 * PAGE and len(plan.rows(2)) == 2
+    assert plan.bytes == 10_012 * PAGE and len(plan.rows([2])) == 2
     assert plan.extent(0) == (1 << 20, (1 << 30) + 12 * PAGE)
     assert plan.gap(0, (1 << 30) + 5 * PAGE) == ((1 << 30) + 4 * PAGE, (1 << 30) + 8 * PAGE)
     found = plan.find_units(np.zeros(3, np.uint32), np.array([1 << 30, 5, 1 << 20], np.uint64))
