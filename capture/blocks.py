@@ -6,7 +6,7 @@ don't know whether they lie on this disk or come over a network.
 
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Protocol
 
 import numpy as np
@@ -109,13 +109,17 @@ class StoreBlocks:
 def read_extents(blocks: Blocks, extents: Extents) -> Iterator[tuple[Buffer | None, int]]:
     """The bytes that extents stand for, one after the other: (bytes, length), None for zeros."""
     for first in range(0, len(extents), BATCH):
-        part = extents[first : first + BATCH]
-        raws = chain.from_iterable(blocks.fetch(part["block"][part["block"] != ZERO].tolist()))
-        for block, offset, length in part.tolist():
+        part = extents[first : first + BATCH].tolist()
+        numbers = [block for block, _ in groupby(block for block, _, _ in part if block != ZERO)]
+        raws = chain.from_iterable(blocks.fetch(numbers))
+        at, raw = ZERO, memoryview(b"")
+        for block, offset, length in part:
             if block == ZERO:
                 yield None, length
-            else:
-                yield memoryview(next(raws))[offset : offset + length], length
+                continue
+            if block != at:
+                at, raw = block, memoryview(next(raws))
+            yield raw[offset : offset + length], length
 
 
 def with_zeros(pieces: Iterator[tuple[Buffer | None, int]]) -> Iterator[Buffer]:

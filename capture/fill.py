@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from icefloe.capture import uffd
-from icefloe.capture.blocks import BATCH, Blocks, BlockSource
+from icefloe.capture.blocks import Blocks, BlockSource
 from icefloe.capture.images import PAGE
 from icefloe.capture.plan import Plan, Row
 from icefloe.capture.spaces import Space
@@ -32,6 +32,10 @@ from icefloe.store.manifest import ZERO
 # A fault on memory that the checkpoint doesn't name gets this many zero pages at once. They all
 # map the kernel's one zero page, so they cost nothing but page table entries.
 _ZERO_AROUND = 64 * PAGE
+
+# Units that a thread takes at once, and zero ones that it puts in before it looks for faults.
+_TAKEN = 64
+_ZEROS = 16
 
 # One system call copies at most this: events wait for it, and so do faults.
 _COPY_BYTES = 2 << 20
@@ -231,8 +235,8 @@ class Fill:
         assert self._order is not None
         with self._claiming:
             while self._next < len(self._order):
-                units = self._order[self._next : self._next + BATCH]
-                self._next += BATCH
+                units = self._order[self._next : self._next + _TAKEN]
+                self._next += _TAKEN
                 if len(units := units[~self._claimed[units]]):
                     found: list[int] = units.tolist()
                     return found
@@ -240,7 +244,9 @@ class Fill:
 
     def _load(self, blocks: Blocks, units: list[int]) -> Iterator[tuple[list[int], Raws]]:
         """Some of these units at a time, and the blocks among them."""
-        yield from (([unit], {}) for unit in units if unit >= self._plan.blocks)
+        zero = [unit for unit in units if unit >= self._plan.blocks]
+        for first in range(0, len(zero), _ZEROS):
+            yield zero[first : first + _ZEROS], {}
         numbers = [unit for unit in units if unit < self._plan.blocks]
         done = 0
         for raws in blocks.fetch(numbers):

@@ -5,20 +5,26 @@ is not, and never changes the block's id. An Encoder or Decoder belongs to one t
 zstd context costs up to half of what coding a small block does.
 """
 
+import mmap
+import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
 
 import lz4.block
+import numpy as np
 import zstandard
 
 from icefloe.durable import Buffer
+from icefloe.store import planes
+from icefloe.store.planes import MAX_SAMPLE
 
 
 class Codec(IntEnum):
-    """Codec numbers of the format. PLANES2 and PLANES4 are reserved, nothing writes them yet."""
+    """Codec numbers of the format."""
 
     RAW = 0
     LZ4 = 1
@@ -27,7 +33,13 @@ class Codec(IntEnum):
     PLANES4_ZSTD = 4
 
 
-KNOWN_CODECS = frozenset({Codec.RAW, Codec.LZ4, Codec.ZSTD})
+KNOWN_CODECS = frozenset(Codec)
+
+_PLANES = (Codec.PLANES2_ZSTD, Codec.PLANES4_ZSTD)
+_WIDTHS: dict[int, planes.Width] = {Codec.PLANES2_ZSTD: 2, Codec.PLANES4_ZSTD: 4}
+
+# What the payload of planes begins with: the stored length of each. As long as the plane: raw.
+_TABLES = {2: struct.Struct("<2I"), 4: struct.Struct("<4I")}
 
 PolicyName = Literal["fast", "balanced", "small"]
 
@@ -64,10 +76,17 @@ POLICIES: dict[PolicyName, Policy] = {
 
 # The sample: enough places to see a mixed block, small enough to cost a twentieth of coding it.
 _SAMPLES = 4
-_SAMPLE_BYTES = 1024
+_SAMPLE_BYTES = MAX_SAMPLE // _SAMPLES
 
 # What lz4 shrinks below this, zstd shrinks for certain: no second look.
 _PLAINLY_COMPRESSIBLE = 0.80
+
+# A plane that seems to shrink to less than this is coded, with zstd that looks for no matches:
+# Huffman codes of its literals are all that helps here, and decode twice as fast.
+_PLANE_WORTH = 0.92
+_ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, window_log=17, target_length=0
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +109,52 @@ class Encoder:
         self._policy = POLICIES[policy]
         self._zstd = self._policy.compressor()
         self._quick_zstd = zstandard.ZstdCompressor(level=1)
+        self._entropy_coder = zstandard.ZstdCompressor(compression_params=_ENTROPY_ONLY)
 
     def encode(self, raw: memoryview) -> Encoded:
         """Codes one block (1 byte to 256 MiB)."""
-        if not self._worth_it(_sample(raw)):
-            return as_it_is(raw)
-        if self._zstd is None:
-            codec, payload = Codec.LZ4, lz4.block.compress(raw, store_size=False)
+        codec, worth = self._choose(_sample(raw))
+        if codec == Codec.LZ4:
+            payload: Buffer = lz4.block.compress(raw, store_size=False)
+        elif codec == Codec.ZSTD and self._zstd is not None:
+            payload = self._zstd.compress(raw)
+        elif codec in _WIDTHS:
+            payload = self._encode_planes(raw, _WIDTHS[codec], worth)
         else:
-            codec, payload = Codec.ZSTD, self._zstd.compress(raw)
-        if len(payload) >= len(raw):
             return as_it_is(raw)
-        return Encoded(codec, payload)
+        return Encoded(codec, payload) if len(payload) < len(raw) else as_it_is(raw)
 
-    def _worth_it(self, sample: Buffer) -> bool:
+    def _choose(self, sample: Buffer) -> tuple[Codec, Sequence[bool]]:
+        """The codec that is likely to leave least, and which of its planes shrink."""
         ratio = len(lz4.block.compress(sample, store_size=False)) / len(sample)
-        if self._zstd is None or ratio < _PLAINLY_COMPRESSIBLE:
-            return ratio < self._policy.worth
-        return len(self._quick_zstd.compress(sample)) / len(sample) < self._policy.worth
+        worth = self._policy.worth
+        if self._zstd is None:
+            return (Codec.LZ4 if ratio < worth else Codec.RAW), ()
+        if ratio < _PLAINLY_COMPRESSIBLE:
+            return Codec.ZSTD, ()
+        found: list[tuple[float, Codec, Sequence[bool]]]
+        found = [(len(self._quick_zstd.compress(sample)) / len(sample), Codec.ZSTD, ())]
+        if len(sample) == MAX_SAMPLE:
+            for numbers, costs in zip(_PLANES, planes.costs(sample), strict=True):
+                pays = (costs < _PLANE_WORTH).tolist()
+                found.append((float(np.where(pays, costs, 1).mean()), numbers, pays))
+        left, codec, pays = min(found)
+        return (codec, pays) if left < worth else (Codec.RAW, ())
+
+    def _encode_planes(self, raw: memoryview, width: planes.Width, pays: Sequence[bool]) -> bytes:
+        stored: list[Buffer] = []
+        for plane, worth in zip(planes.split(raw, width), pays, strict=True):
+            coded = self._entropy_coder.compress(plane.data) if worth else plane.data
+            stored.append(coded if len(coded) < len(plane) else plane.data)
+        tail = raw[len(raw) - len(raw) % width :]
+        return b"".join([_TABLES[width].pack(*map(len, stored)), *stored, tail])
 
 
 def _sample(raw: memoryview) -> Buffer:
-    if len(raw) <= _SAMPLES * _SAMPLE_BYTES:
+    if len(raw) <= MAX_SAMPLE:
         return raw
-    step = (len(raw) - _SAMPLE_BYTES) // (_SAMPLES - 1)
+    # Numbers keep their places in it.
+    step = (len(raw) - _SAMPLE_BYTES) // (_SAMPLES - 1) // 4 * 4
     return b"".join(raw[i * step : i * step + _SAMPLE_BYTES] for i in range(_SAMPLES))
 
 
@@ -121,61 +162,129 @@ class Undecodable(ValueError):
     """A payload that its codec can't turn into the declared number of bytes."""
 
 
+class _Frame(NamedTuple):
+    """A zstd frame, and the number of bytes that must come out of it."""
+
+    payload: Buffer
+    length: int
+
+
+class _Step(NamedTuple):
+    """How a block is decoded: its frames, and what makes the block of what was in them."""
+
+    frames: Sequence[_Frame]
+    finish: Callable[[Sequence[Buffer]], Buffer]
+
+
 class Decoder:
-    """Decompresses blocks, never to more than their declared length. For one thread."""
+    """Decompresses blocks, never to more than their declared length. For one thread.
+
+    What comes out of a call is valid until the next one.
+    """
 
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdDecompressor()
+        self._room = memoryview(b"")
+        self._taken = 0
 
     def decode(self, codec: int, payload: Buffer, raw_length: int) -> Buffer:
         """The raw bytes: `payload` itself for RAW. Raises Undecodable."""
-        if codec == Codec.RAW:
-            raw: Buffer = payload
-        elif codec == Codec.LZ4:
-            raw = self._lz4(payload, raw_length)
-        elif codec == Codec.ZSTD:
-            raw = self._unzstd(payload, raw_length)
-        else:
-            raise Undecodable(f"codec {codec} is not known to this version")
+        self._make_room(raw_length)
+        step = self._step(codec, payload, raw_length)
+        raw = step.finish([self._unzstd(frame) for frame in step.frames])
         if len(raw) != raw_length:
             raise Undecodable(f"{len(raw)} bytes instead of {raw_length}")
         return raw
 
     def decode_all(
         self, codecs: Sequence[int], payloads: Sequence[Buffer], raw_lengths: Sequence[int]
-    ) -> list[Buffer]:
-        """Several blocks. One call decodes what is zstd, and holds no thread up meanwhile.
+    ) -> Iterator[Buffer]:
+        """Several blocks. One call decodes all zstd in them, and holds no thread up meanwhile.
 
         Raises Undecodable where `decode` does, but for a zstd frame that something follows.
         """
-        zstd = [i for i, codec in enumerate(codecs) if codec == Codec.ZSTD]
-        if len(zstd) < 2:
-            return list(map(self.decode, codecs, payloads, raw_lengths))
-        frames = [payloads[i] for i in zstd]
-        lengths = memoryview(array("Q", (raw_lengths[i] for i in zstd)))
+        if len(codecs) == 1:
+            yield self.decode(codecs[0], payloads[0], raw_lengths[0])
+            return
+        self._make_room(sum(raw_lengths))
+        steps = list(map(self._step, codecs, payloads, raw_lengths))
+        decoded = self._unzstd_all([frame for step in steps for frame in step.frames])
+        for step, length in zip(steps, raw_lengths, strict=True):
+            raw = step.finish([next(decoded) for _ in step.frames])
+            if len(raw) != length:
+                raise Undecodable(f"{len(raw)} bytes instead of {length}")
+            yield raw
+
+    def _step(self, codec: int, payload: Buffer, length: int) -> _Step:
+        if codec == Codec.RAW:
+            return _Step((), lambda _: payload)
+        if codec == Codec.LZ4:
+            return _Step((), lambda _: _unlz4(payload, length))
+        if codec == Codec.ZSTD:
+            return _Step([_Frame(payload, length)], lambda decoded: decoded[0])
+        if (width := _WIDTHS.get(codec)) is None:
+            raise Undecodable(f"codec {codec} is not known to this version")
+        stored, tail = _planes(memoryview(payload), length, width)
+        size = length // width
+
+        def finish(decoded: Sequence[Buffer]) -> Buffer:
+            coded = iter(decoded)
+            whole = [plane if len(plane) == size else next(coded) for plane in stored]
+            raw = self._take(length)
+            planes.merge(whole, tail, raw)
+            return raw
+
+        return _Step([_Frame(plane, size) for plane in stored if len(plane) != size], finish)
+
+    def _make_room(self, length: int) -> None:
+        """For everything that is put together from planes; neighbours stay neighbours."""
+        if length > len(self._room):
+            self._room = memoryview(mmap.mmap(-1, length))
+        self._taken = 0
+
+    def _take(self, length: int) -> memoryview:
+        start, self._taken = self._taken, self._taken + length
+        return self._room[start : self._taken]
+
+    def _unzstd(self, frame: _Frame) -> Buffer:
         try:
-            decoded = self._zstd.multi_decompress_to_buffer(frames, lengths, threads=1)
+            declared = zstandard.get_frame_parameters(frame.payload).content_size
+            if declared != frame.length:  # the decoder would take that much memory
+                raise Undecodable(f"zstd frame of {declared} bytes instead of {frame.length}")
+            return self._zstd.decompress(frame.payload, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise Undecodable(f"zstd: {error}") from error
+
+    def _unzstd_all(self, frames: Sequence[_Frame]) -> Iterator[Buffer]:
+        if not frames:
+            return
+        lengths = memoryview(array("Q", (frame.length for frame in frames)))
+        payloads = [frame.payload for frame in frames]
+        try:
+            decoded = self._zstd.multi_decompress_to_buffer(payloads, lengths, threads=1)
         except zstandard.ZstdError as error:
             raise Undecodable(f"zstd: {error}") from error
         # What zstandard declares of its segments leaves out that they are buffers.
-        segments = (memoryview(decoded[i]) for i in range(len(zstd)))  # type: ignore[arg-type]
-        return [
-            next(segments) if codec == Codec.ZSTD else self.decode(codec, payload, raw)
-            for codec, payload, raw in zip(codecs, payloads, raw_lengths, strict=True)
-        ]
+        yield from (memoryview(decoded[i]) for i in range(len(frames)))  # type: ignore[arg-type]
 
-    def _lz4(self, payload: Buffer, raw_length: int) -> bytes:
-        try:
-            raw: bytes = lz4.block.decompress(payload, uncompressed_size=raw_length)
-        except lz4.block.LZ4BlockError as error:
-            raise Undecodable(f"lz4: {error}") from error
-        return raw
 
-    def _unzstd(self, payload: Buffer, raw_length: int) -> bytes:
-        try:
-            declared = zstandard.get_frame_parameters(payload).content_size
-            if declared != raw_length:  # the decoder would take that much memory
-                raise Undecodable(f"zstd frame of {declared} bytes instead of {raw_length}")
-            return self._zstd.decompress(payload, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise Undecodable(f"zstd: {error}") from error
+def _unlz4(payload: Buffer, raw_length: int) -> bytes:
+    try:
+        raw: bytes = lz4.block.decompress(payload, uncompressed_size=raw_length)
+    except lz4.block.LZ4BlockError as error:
+        raise Undecodable(f"lz4: {error}") from error
+    return raw
+
+
+def _planes(
+    payload: memoryview, length: int, width: planes.Width
+) -> tuple[list[memoryview], memoryview]:
+    """The planes as they are stored, and the tail. Raises Undecodable."""
+    table = _TABLES[width]
+    if len(payload) < table.size:
+        raise Undecodable("its table of planes is cut off")
+    ends = list(accumulate(table.unpack_from(payload), initial=table.size))
+    tail = payload[ends[-1] :]
+    if len(tail) != length % width:
+        raise Undecodable(f"{len(payload)} bytes of planes instead of {ends[-1] + length % width}")
+    return [payload[a:b] for a, b in pairwise(ends)], tail

@@ -8,9 +8,9 @@ import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from icefloe.durable import Buffer
 from icefloe.errors import CorruptBlock
@@ -31,8 +31,7 @@ _RAW_BYTES = 4 << 20
 _OPEN_PACKS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where a block lies. `offset` is that of the payload; lengths in bytes."""
 
     id: BlockId
@@ -44,6 +43,7 @@ class Location:
 
     @property
     def end(self) -> int:
+        """The offset after it."""
         return self.offset + self.stored
 
 
@@ -141,19 +141,24 @@ class BlockReader:
 
     def _verified(self, batch: Sequence[Location], payloads: Sequence[memoryview]) -> list[Buffer]:
         codecs, lengths = [at.codec for at in batch], [at.raw for at in batch]
+        raws = self._decoder.decode_all(codecs, payloads, lengths)
         try:
-            raws = self._decoder.decode_all(codecs, payloads, lengths)
-        except Undecodable:
-            raws = list(map(self._decode, batch, payloads))  # finds out which
-        for at, raw in zip(batch, raws, strict=True):
-            if (found := block_id(raw)) != at.id:
-                path = self.path(at.pack)
-                raise CorruptBlock(path, at.offset, at.id, f"its bytes hash to {found.hex()}")
-        return raws
+            # Each is hashed while the processor's cache still has it.
+            return [self._check(at, raw) for at, raw in zip(batch, raws, strict=True)]
+        except Undecodable as error:
+            for at, payload in zip(batch, payloads, strict=True):
+                self._decode(at, payload)  # finds out which
+            raise AssertionError("what can't be decoded together can, one by one") from error
 
-    def _decode(self, at: Location, payload: memoryview) -> Buffer:
+    def _check(self, at: Location, raw: Buffer) -> Buffer:
+        if (found := block_id(raw)) != at.id:
+            path = self.path(at.pack)
+            raise CorruptBlock(path, at.offset, at.id, f"its bytes hash to {found.hex()}")
+        return raw
+
+    def _decode(self, at: Location, payload: memoryview) -> None:
         try:
-            return self._decoder.decode(at.codec, payload, at.raw)
+            self._decoder.decode(at.codec, payload, at.raw)
         except Undecodable as error:
             raise CorruptBlock(self.path(at.pack), at.offset, at.id, str(error)) from error
 
