@@ -5,8 +5,8 @@ don't know whether they lie on this disk or come over a network.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby, islice
 from typing import Protocol
 
 import numpy as np
@@ -15,24 +15,29 @@ from icefloe.catalog import LocalStore
 from icefloe.durable import Buffer
 from icefloe.errors import CorruptCatalog
 from icefloe.ids import BlockId, PackId
+from icefloe.store.layout import Layout
 from icefloe.store.manifest import ZERO, Extents, Manifest
 from icefloe.store.pack import open_pack
 from icefloe.store.reader import BlockReader, Location
 
-# Extents that are asked for at once: enough for long reads.
-BATCH = 32
+# Extents or blocks that are asked for at once: enough for long reads.
+BATCH = 64
 
 # Zeros are handed out in pieces of at most this many bytes.
 _ZEROS = memoryview(bytes(1 << 20))
 
 
+Batch = Sequence[tuple[int, Buffer]]
+"""Blocks by their numbers: raw bytes, verified, valid until the next batch is asked for."""
+
+
 class Blocks(Protocol):
     """One thread's way to the blocks."""
 
-    def fetch(self, numbers: Sequence[int]) -> Iterator[Sequence[Buffer]]:
+    def fetch(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """The blocks with these numbers, in this order, as many at a time as there are.
 
-        They are verified, and valid until the next ones are asked for. Raises Corrupt.
+        Raises Corrupt.
         """
 
     def close(self) -> None:
@@ -74,6 +79,11 @@ class StoreSource:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
+    @property
+    def layout(self) -> Layout:
+        """Where the store is."""
+        return self._store.layout
+
     def locate(self, numbers: Sequence[int]) -> list[Location]:
         """Where these blocks lie. Raises CorruptCatalog."""
         if self._pinned is not None:
@@ -97,9 +107,13 @@ class StoreBlocks:
         self._source = source
         self._reader = reader
 
-    def fetch(self, numbers: Sequence[int]) -> Iterator[Sequence[Buffer]]:
+    def fetch(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """See Blocks."""
-        return self._reader.read_batches(self._source.locate(numbers))
+        numbers = iter(numbers)
+        while part := list(islice(numbers, BATCH)):
+            left = iter(part)
+            for raws in self._reader.read_batches(self._source.locate(part)):
+                yield list(zip(islice(left, len(raws)), raws, strict=True))
 
     def close(self) -> None:
         """See Blocks."""
@@ -111,14 +125,14 @@ def read_extents(blocks: Blocks, extents: Extents) -> Iterator[tuple[Buffer | No
     for first in range(0, len(extents), BATCH):
         part = extents[first : first + BATCH].tolist()
         numbers = [block for block, _ in groupby(block for block, _, _ in part if block != ZERO)]
-        raws = chain.from_iterable(blocks.fetch(numbers))
+        fetched = chain.from_iterable(blocks.fetch(numbers))
         at, raw = ZERO, memoryview(b"")
         for block, offset, length in part:
             if block == ZERO:
                 yield None, length
                 continue
             if block != at:
-                at, raw = block, memoryview(next(raws))
+                at, raw = block, memoryview(next(fetched)[1])
             yield raw[offset : offset + length], length
 
 

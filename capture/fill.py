@@ -1,8 +1,8 @@
 """Puts the memory of a checkpoint into the address spaces of a restored process tree.
 
-Worker threads take units (capture/plan.py) in a given order; a page fault takes its unit first.
-Each unit is claimed by one thread and copied to every space that lacks it, together with its
-neighbours: one thread at a time runs Python, so what is done for each unit would hold up all.
+Threads take units (capture/plan.py) in a given order; a page fault takes its unit first. Each unit
+is claimed by one thread and copied to every space that lacks it, together with its neighbours: one
+thread at a time runs Python, so what is done for each unit would hold up all.
 
 Between looking up where memory is now and the system call that fills it, nothing may move: a
 thread does both under the lock of its own lane, and who applies an event holds all lanes.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,9 +81,12 @@ class Fill:
     """The threads that fill. Events come in through `read_events`, faults through `faulted`."""
 
     def __init__(
-        self, plan: Plan, source: BlockSource, order: NDArray[np.int64] | None, workers: int
+        self, plan: Plan, source: BlockSource, order: NDArray[np.int64] | None, servers: int = 1
     ) -> None:
-        """`order` is that in which units are filled; None fills only what is touched."""
+        """`order` is that in which units are filled; None fills only what is touched.
+
+        `servers` threads do nothing but serve faults.
+        """
         self._plan = plan
         self._source = source
         self._order = order
@@ -92,17 +96,11 @@ class Fill:
         self._claiming = threading.Lock()
         self._left = 0 if order is None else len(order)
         self._faults: queue.SimpleQueue[Fault | None] = queue.SimpleQueue()
-        bulk = 0 if order is None else workers
-        # Where nothing is filled ahead, faults are all there is to do.
-        servers = 1 if bulk else workers
-        self._lanes = [Lane() for _ in range(bulk + servers)]
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(self._serve_faults, lane), name="faults")
-            for lane in self._lanes[bulk:]
-        ] + [
-            threading.Thread(target=self._guarded, args=(self._work, lane), name="fill")
-            for lane in self._lanes[:bulk]
-        ]
+        self._lanes: list[Lane] = []
+        self._threads: list[threading.Thread] = []
+        self._ahead: list[Blocks] = []
+        for _ in range(servers):
+            self._add_thread(self._serve_faults)
         self._stopping = threading.Event()
         self.registered = threading.Event()
         self.filled = threading.Event()
@@ -135,6 +133,17 @@ class Fill:
         self._spaces[task] += (space,)
         return space
 
+    def read_ahead(self, ways: Sequence[Blocks]) -> None:
+        """Through each of these, a thread of its own fills. Before `start`; `stop` closes them."""
+        for blocks in ways:
+            self._ahead.append(blocks)
+            self._add_thread(partial(self._work, blocks))
+
+    def _add_thread(self, work: Callable[[Lane], None]) -> None:
+        lane = Lane()
+        self._lanes.append(lane)
+        self._threads.append(threading.Thread(target=self._guarded, args=(work, lane), name="fill"))
+
     def start(self) -> None:
         """Starts the threads; CRIU may still be at work."""
         self.started_at = time.monotonic()
@@ -151,6 +160,8 @@ class Fill:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        while self._ahead:
+            self._ahead.pop().close()
 
     def read_events(self, space: Space, take: Callable[[uffd.Message], None]) -> None:
         """Reads the space's events and hands them to `take` while nothing else is going on."""
@@ -218,17 +229,26 @@ class Fill:
             while (fault := self._faults.get()) is not None:
                 self._serve(lane, blocks, fault)
 
-    def _work(self, lane: Lane) -> None:
-        with closing(self._source.open()) as ahead, closing(self._source.open()) as urgent:
-            while units := self._take():
-                for part, raws in self._load(ahead, units):
-                    while not self._faults.empty() and not self._stopping.is_set():
-                        self._serve_next(lane, urgent)
-                    if self._stopping.is_set():
-                        return
-                    if claimed := self._claim(part):
-                        self._put_rows(lane, self._plan.rows(claimed), raws)
-                        self._finished(len(claimed))
+    def _work(self, ahead: Blocks, lane: Lane) -> None:
+        with closing(self._source.open()) as urgent:
+
+            def put(units: list[int], raws: Raws) -> None:
+                while not self._faults.empty() and not self._stopping.is_set():
+                    self._serve_next(lane, urgent)
+                if not self._stopping.is_set() and (claimed := self._claim(units)):
+                    self._put_rows(lane, self._plan.rows(claimed), raws)
+                    self._finished(len(claimed))
+
+            def blocks() -> Iterator[int]:
+                while (units := self._take()) and not self._stopping.is_set():
+                    zero = [unit for unit in units if unit >= self._plan.blocks]
+                    for first in range(0, len(zero), _ZEROS):
+                        put(zero[first : first + _ZEROS], {})
+                    yield from (unit for unit in units if unit < self._plan.blocks)
+
+            for batch in ahead.fetch(blocks()):
+                raws = dict(batch)
+                put(list(raws), raws)
 
     def _take(self) -> list[int]:
         """The next units that nobody has claimed."""
@@ -241,18 +261,6 @@ class Fill:
                     found: list[int] = units.tolist()
                     return found
         return []
-
-    def _load(self, blocks: Blocks, units: list[int]) -> Iterator[tuple[list[int], Raws]]:
-        """Some of these units at a time, and the blocks among them."""
-        zero = [unit for unit in units if unit >= self._plan.blocks]
-        for first in range(0, len(zero), _ZEROS):
-            yield zero[first : first + _ZEROS], {}
-        numbers = [unit for unit in units if unit < self._plan.blocks]
-        done = 0
-        for raws in blocks.fetch(numbers):
-            part = numbers[done : done + len(raws)]
-            yield part, dict(zip(part, raws, strict=True))
-            done += len(raws)
 
     def _claim(self, units: list[int]) -> list[int]:
         """Those of these units that nobody else has claimed; whoever claims one puts it in."""
@@ -304,7 +312,7 @@ class Fill:
         if block == ZERO:
             self._put(lane, space, origin, origin + PAGE, 0)
             return
-        (raw,) = next(blocks.fetch([block]))
+        ((_, raw),) = next(blocks.fetch([block]))
         self._put(lane, space, origin, origin + PAGE, _address(raw) + offset + origin - vaddr)
 
     def _put_touched(
@@ -317,7 +325,7 @@ class Fill:
         if not self._claim([claim]):
             return
         self.touches.append(Touch(space.task, origin, time.monotonic() - self.started_at))
-        ((_, raws),) = self._load(blocks, [unit])
+        raws = dict(next(blocks.fetch([unit]))) if unit < plan.blocks else {}
         rows = plan.rows([unit]) if ahead else plan.row(number)
         for vaddr, length, offset, task, _, block in rows:
             if task == space.task and vaddr <= origin < vaddr + length and block != ZERO:

@@ -139,8 +139,7 @@ class _Memory:
         missing = [number for number in dict.fromkeys(numbers) if number not in found]
         if not missing:
             return found
-        fetched = chain.from_iterable(blocks.fetch(missing))
-        for number, fresh in zip(missing, fetched, strict=True):
+        for number, fresh in chain.from_iterable(blocks.fetch(missing)):
             found[number] = bytes(fresh)
             self._keep(number, found[number])
         return found

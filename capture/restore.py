@@ -18,6 +18,7 @@ from icefloe import durable
 from icefloe.capture import allocator, criu, fit, gate, images, scratch, tracing, uffd
 from icefloe.capture.blocks import StoreSource
 from icefloe.capture.cuda import OpenCuda
+from icefloe.capture.decoders import start_decoders
 from icefloe.capture.directory import CriuFiles, files_for_criu
 from icefloe.capture.fill import Fill
 from icefloe.capture.fit import Mismatch
@@ -276,12 +277,16 @@ def _restore_lazily(
     regions = tracing.regions_of(memories, plan.tasks)
     first = tracing.units_of(trace, regions, plan)
     workers = worker_count(options.workers)
-    fill = Fill(plan, source, plan.order(first) if options.fill else None, workers)
+    # Where nothing is filled ahead, faults are all there is to do.
+    order, servers = (plan.order(first), 1) if options.fill else (None, workers)
+    fill = Fill(plan, source, order, servers)
     with durable.write_errors(run.folder):
         files.write(run.folder, workers)
     door = LazyDoor(run.folder, plan, fill, guard)
     try:
         with run.criu("--lazy-pages") as process:
+            if options.fill:  # while CRIU gets going
+                fill.read_ahead(start_decoders(source, workers))
             with run.blaming(process):
                 door.connect(lambda: process.poll() is not None)
                 door.serve(lambda: process.poll() is not None)

@@ -184,8 +184,7 @@ class Decoder:
 
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdDecompressor()
-        self._room = memoryview(b"")
-        self._taken = 0
+        self._own_room = self._room = memoryview(b"")
 
     def decode(self, codec: int, payload: Buffer, raw_length: int) -> Buffer:
         """The raw bytes: `payload` itself for RAW. Raises Undecodable."""
@@ -197,22 +196,28 @@ class Decoder:
         return raw
 
     def decode_all(
-        self, codecs: Sequence[int], payloads: Sequence[Buffer], raw_lengths: Sequence[int]
+        self,
+        codecs: Sequence[int],
+        payloads: Sequence[Buffer],
+        raw_lengths: Sequence[int],
+        into: memoryview | None = None,
     ) -> Iterator[Buffer]:
         """Several blocks. One call decodes all zstd in them, and holds no thread up meanwhile.
 
-        Raises Undecodable where `decode` does, but for a zstd frame that something follows.
+        `into`: where they shall be, one after the other. Raises Undecodable where `decode` does,
+        but for a zstd frame that something follows.
         """
-        if len(codecs) == 1:
-            yield self.decode(codecs[0], payloads[0], raw_lengths[0])
-            return
-        self._make_room(sum(raw_lengths))
+        self._make_room(sum(raw_lengths), into)
         steps = list(map(self._step, codecs, payloads, raw_lengths))
         decoded = self._unzstd_all([frame for step in steps for frame in step.frames])
-        for step, length in zip(steps, raw_lengths, strict=True):
+        for step, codec, length in zip(steps, codecs, raw_lengths, strict=True):
             raw = step.finish([next(decoded) for _ in step.frames])
             if len(raw) != length:
                 raise Undecodable(f"{len(raw)} bytes instead of {length}")
+            if into is not None and codec not in _WIDTHS:
+                place = self._take(length)
+                place[:] = raw
+                raw = place
             yield raw
 
     def _step(self, codec: int, payload: Buffer, length: int) -> _Step:
@@ -236,15 +241,15 @@ class Decoder:
 
         return _Step([_Frame(plane, size) for plane in stored if len(plane) != size], finish)
 
-    def _make_room(self, length: int) -> None:
+    def _make_room(self, length: int, into: memoryview | None = None) -> None:
         """For everything that is put together from planes; neighbours stay neighbours."""
-        if length > len(self._room):
-            self._room = memoryview(mmap.mmap(-1, length))
-        self._taken = 0
+        if into is None and length > len(self._own_room):
+            self._own_room = memoryview(mmap.mmap(-1, length))
+        self._room = self._own_room if into is None else into
 
     def _take(self, length: int) -> memoryview:
-        start, self._taken = self._taken, self._taken + length
-        return self._room[start : self._taken]
+        place, self._room = self._room[:length], self._room[length:]
+        return place
 
     def _unzstd(self, frame: _Frame) -> Buffer:
         try:

@@ -7,12 +7,13 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from puppet import PAGE, digest
 
+from icefloe.capture.blocks import Batch
 from icefloe.capture.images import Columns
 from icefloe.capture.memory import SEGMENT_DTYPE
 from icefloe.durable import Buffer
@@ -50,10 +51,10 @@ class FakeSource:
         self.opened += 1
         return self
 
-    def fetch(self, numbers: Sequence[int]) -> Iterator[Sequence[Buffer]]:
+    def fetch(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """See Blocks."""
         for number in numbers:
-            yield [self._load(number)]
+            yield [(number, self._load(number))]
 
     def _load(self, number: int) -> Buffer:
         assert self.held.wait(20)

@@ -83,7 +83,8 @@ def served(
     """A fill of these processes, started."""
     lazy = {pid: segments(rows[pid]) for pid in puppets}
     plan = Plan(list(puppets), lazy, len(source.blocks) + 1)
-    fill = Fill(plan, source, plan.order() if ahead else None, workers)
+    fill = Fill(plan, source, plan.order() if ahead else None, 1 if ahead else workers)
+    fill.read_ahead([source.open() for _ in range(workers if ahead else 0)])
     spaces = [fill.add_space(task, puppet.fd) for task, puppet in enumerate(puppets.values())]
     if registered:
         fill.registered.set()

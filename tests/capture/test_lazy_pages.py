@@ -66,7 +66,8 @@ def opened(
     before = others()
     lazy = {pid: segments(layout(p.address)) for pid, p in tasks.items() if p is not None}
     plan = Plan(list(tasks), lazy, len(BLOCKS))
-    fill = Fill(plan, source, plan.order() if ahead else None, workers=2)
+    fill = Fill(plan, source, plan.order() if ahead else None, 1 if ahead else 2)
+    fill.read_ahead([source.open() for _ in range(2 if ahead else 0)])
     door = LazyDoor(folder, plan, fill, Guard(None))
     try:
         yield door, fill
