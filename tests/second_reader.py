@@ -34,7 +34,7 @@ JOURNAL_LINE = b"icefloe journal 1\n"
 
 REGULAR, FOLDER, SYMLINK, HARD_LINK, FIFO, CHARACTER, BLOCK_DEVICE, SOCKET = range(8)
 DATA, MANIFEST = 1, 2
-RAW, LZ4, ZSTD = 0, 1, 2
+RAW, LZ4, ZSTD, PLANES2, PLANES4 = range(5)
 
 
 class Refused(Exception):
@@ -102,6 +102,8 @@ def decode(codec: int, payload: bytes, raw: int) -> bytes:
         block = _decode_lz4(payload, raw)
     elif codec == ZSTD:
         block = _decode_zstd(payload, raw)
+    elif codec in (PLANES2, PLANES4):
+        block = _decode_planes(payload, raw, 2 if codec == PLANES2 else 4)
     else:
         raise Refused(f"codec {codec} is not known")
     need(len(block) == raw, "block is not as long as stated")
@@ -128,6 +130,23 @@ def _decode_zstd(payload: bytes, raw: int) -> bytes:
         raise Refused("broken zstd frame") from error
     need(unpack.eof and not unpack.unused_data, "not one whole zstd frame")
     return block
+
+
+def _decode_planes(payload: bytes, raw: int, width: int) -> bytes:
+    """A table of stored lengths, the planes of all bytes of one rank, and the tail."""
+    count, rest = divmod(raw, width)
+    start = 4 * width
+    need(len(payload) >= start, "table of planes cut off")
+    stored = struct.unpack_from(f"<{width}I", payload)
+    need(start + sum(stored) + rest == len(payload), "planes of another length")
+    block = bytearray(raw)
+    for rank, length in enumerate(stored):
+        plane = payload[start : start + length]
+        start += length
+        for at, byte in enumerate(plane if length == count else _decode_zstd(plane, count)):
+            block[at * width + rank] = byte
+    block[raw - rest :] = payload[start:]
+    return bytes(block)
 
 
 # --- pack ---------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """docs/format.md against icefloe: the example of the page, and images read by a second reader."""
 
+import json
 import os
 import re
 import socket
@@ -306,6 +307,18 @@ def check_image(store: second.Store, name: str, sources: list[tuple[Entry, bytes
     assert second.predict(sources, opened.facts, opened.labels) == manifest
 
 
+def test_weights(tmp_path: Path) -> None:
+    weights = np.random.default_rng(8).normal(0, 0.02, 400_001).astype("<f4")
+    bf16 = weights.view("<u2")[1::2].tobytes()
+    put(tmp_path, "source/single.bin", weights.tobytes() + b"end")
+    put(tmp_path, "source/brain.bin", bf16 + b"!")
+    put(tmp_path, "source/pages-1.img", bf16[: 4096 * 99] + noise(4096) + bf16[: 4096 * 50])
+    icefloe(tmp_path / "store", "add", tmp_path / "source", "x")
+    store = second.Store(tmp_path / "store")
+    check_image(store, "x", second.read_folder(tmp_path / "source"))
+    assert {second.PLANES2, second.PLANES4} <= {row.codec for _, row in store.rows.values()}
+
+
 @pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
 def test_folder(build: Callable[[Path], None], tmp_path: Path) -> None:
     source = tmp_path / "source"
@@ -369,6 +382,18 @@ def test_vector_packs(name: str) -> None:
     assert second.salvage(pack[: rows[-1].offset + rows[-1].stored]) == rows
     if name == "raw.pack":
         assert second.write_pack(blocks) == (digest, pack)
+
+
+def test_vector_planes() -> None:
+    rows = json.loads((VECTORS / "planes.json").read_text())
+    assert [row["codec"] for row in rows] == [second.PLANES2, second.PLANES4]
+    for row in rows:
+        payload = bytes.fromhex(row["payload"])
+        raw = second.decode(row["codec"], payload, row["raw"])
+        assert second.block_id(raw).hex() == row["id"]
+        for wrong in (payload[:-1], payload + b"x", b"\xff" + payload[1:]):
+            with pytest.raises(second.Refused):
+                second.decode(row["codec"], wrong, row["raw"])
 
 
 def test_vector_manifest() -> None:

@@ -3,6 +3,7 @@
 `tests/vectors/` holds small files that every reader of format 1 has to understand. They change
 only when the format gets a new number. `python tests/store/test_vectors.py --write` makes them
 anew (test_trace.py the traces); a difference that git then shows is a change of the format.
+`planes.json` was put together by hand and is only read, since compressors change.
 """
 
 import json
@@ -24,7 +25,7 @@ from made_manifests import Run, build, entry
 from icefloe.chunker import BYTES, PAGES, WEIGHTS, CutStream, Grain, mix, scan
 from icefloe.ids import BlockId, PackId, block_id
 from icefloe.store import manifest as manifests
-from icefloe.store.codecs import Codec
+from icefloe.store.codecs import Codec, Decoder
 from icefloe.store.journal import START, Change, Journal
 from icefloe.store.layout import Layout, describe, make_folders
 from icefloe.store.manifest import ZERO, FileKind, Manifest
@@ -171,6 +172,19 @@ def test_reading_a_pack(tmp_path: Path) -> None:
 def test_writing_a_pack() -> None:
     """Raw blocks only, since compressors change: byte for byte."""
     assert written(raw_blocks()) == (VECTORS / "raw.pack").read_bytes()
+
+
+def test_reading_planes() -> None:
+    """Raw planes, frames of runs and of Huffman codes, tails: each alone, and all at once."""
+    golden = json.loads((VECTORS / "planes.json").read_text())
+    codecs, lengths = [row["codec"] for row in golden], [row["raw"] for row in golden]
+    payloads = [bytes.fromhex(row["payload"]) for row in golden]
+    decoder, wanted = Decoder(), [row["id"] for row in golden]
+    assert codecs == [Codec.PLANES2_ZSTD, Codec.PLANES4_ZSTD]
+    alone = [bytes(each) for each in map(decoder.decode, codecs, payloads, lengths)]
+    assert [block_id(raw).hex() for raw in alone] == wanted
+    together = decoder.decode_all(codecs, payloads, lengths)
+    assert [block_id(raw).hex() for raw in together] == wanted
 
 
 # --- manifest and journal -----------------------------------------------------------------------
