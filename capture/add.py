@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from icefloe.capture.ingest import AddResult, Ingest, IngestOptions, Progress
+from icefloe.capture.parent import open_parent
 from icefloe.capture.source import Checkpoint
 from icefloe.capture.tree import Tree
 from icefloe.capture.windows import CheckpointWindows
@@ -37,9 +38,11 @@ def add_checkpoint(
 ) -> AddResult:
     """Stores a checkpoint under a name. Nothing is published unless all of it is.
 
-    Raises SourceUnreadable, SourceChanged, BadSource, NoSpace, NotWritable or LimitReached.
+    Raises SourceUnreadable, SourceChanged, BadSource, NoSpace, NotWritable,
+    LimitReached, ImageNotFound or Corrupt.
     """
-    ingest = Ingest(store, options, progress)
+    parent = open_parent(store, name, options.parent)
+    ingest = Ingest(store, options, progress, parent)
     entries: list[ImageFile] = []
     try:
         ingest.run(CheckpointWindows(checkpoint, entries, options.pages))

@@ -50,6 +50,14 @@ class Assembly:
         """The next `length` bytes of the file are zero."""
         self.add(path, ZERO, 0, length)
 
+    def has(self, block: BlockId) -> bool:
+        """Whether a block has a number."""
+        return block in self._numbers
+
+    def add_rows(self, path: str, rows: NDArray[np.uint64]) -> None:
+        """Like `add`, for a table of number, offset and length."""
+        self._rows[path].frombytes(rows.tobytes())
+
     def add(self, path: str, number: int, offset: int, length: int) -> None:
         """The next `length` bytes of the file stand in the block of this number at `offset`."""
         self._rows[path].extend((number, offset, length))

@@ -5,8 +5,10 @@ don't know whether they lie on this disk or come over a network.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -20,8 +22,11 @@ from icefloe.store.manifest import ZERO, Extents, Manifest
 from icefloe.store.pack import open_pack
 from icefloe.store.reader import BlockReader, Location
 
-# Extents or blocks that are asked for at once: enough for long reads.
+# Blocks that are asked for at once: enough for long reads.
 BATCH = 64
+
+# Rows of a table that become Python's at once.
+_ROWS = 1024
 
 # Zeros are handed out in pieces of at most this many bytes.
 _ZEROS = memoryview(bytes(1 << 20))
@@ -121,19 +126,44 @@ class StoreBlocks:
 
 
 def read_extents(blocks: Blocks, extents: Extents) -> Iterator[tuple[Buffer | None, int]]:
-    """The bytes that extents stand for, one after the other: (bytes, length), None for zeros."""
-    for first in range(0, len(extents), BATCH):
-        part = extents[first : first + BATCH].tolist()
-        numbers = [block for block, _ in groupby(block for block, _, _ in part if block != ZERO)]
-        fetched = chain.from_iterable(blocks.fetch(numbers))
-        at, raw = ZERO, memoryview(b"")
-        for block, offset, length in part:
+    """The bytes that extents stand for, one after the other: (bytes, length), None for zeros.
+
+    Blocks that are used in turns, as page-exact deduplication leaves them, are decoded once for
+    every BATCH of blocks.
+    """
+    for part in _parts(extents):
+        uses = Counter(block for block, _ in groupby(block for block, _, _ in part))
+        uses.pop(ZERO, None)
+        fetched = chain.from_iterable(blocks.fetch(list(uses)))
+        kept: dict[int, memoryview] = {}
+        for block, run in groupby(part, key=itemgetter(0)):
             if block == ZERO:
-                yield None, length
+                yield from ((None, length) for _, _, length in run)
                 continue
-            if block != at:
-                at, raw = block, memoryview(next(fetched)[1])
-            yield raw[offset : offset + length], length
+            raw = kept.get(block)
+            if raw is None:
+                raw = memoryview(next(fetched)[1])
+            uses[block] -= 1
+            if uses[block] and block not in kept:
+                raw = kept[block] = memoryview(bytes(raw))
+            elif not uses[block]:
+                kept.pop(block, None)
+            yield from ((raw[offset : offset + length], length) for _, offset, length in run)
+
+
+def _parts(extents: Extents) -> Iterator[list[tuple[int, int, int]]]:
+    """Stretches of extents of at most BATCH blocks, as tuples."""
+    part: list[tuple[int, int, int]] = []
+    seen: set[int] = set()
+    for first in range(0, len(extents), _ROWS):
+        for row in extents[first : first + _ROWS].tolist():
+            seen.add(row[0])
+            if len(seen) > BATCH:
+                yield part
+                part, seen = [], {row[0]}
+            part.append(row)
+    if part:
+        yield part
 
 
 def with_zeros(pieces: Iterator[tuple[Buffer | None, int]]) -> Iterator[Buffer]:

@@ -20,6 +20,7 @@ from icefloe.capture.dump import Dump, argument_of, check_arguments, check_defau
 from icefloe.capture.images import DumpTimes
 from icefloe.capture.ingest import AddResult, Ingest, IngestOptions, Progress
 from icefloe.capture.interrupts import Interrupts
+from icefloe.capture.parent import Parent, open_parent
 from icefloe.capture.processes import Process
 from icefloe.capture.undo import Doing, Watcher
 from icefloe.capture.written import Written
@@ -117,7 +118,8 @@ def capture_tree(
     needed = 0 if options.stream else sum(processes.resident_bytes(p.pid) for p in members)
     place = scratch.place(needed)
     with scratch.folder("icefloe-capture-", place) as folder:
-        run = _Capture(store, options, watcher, cuda, members, folder, progress)
+        parent = open_parent(store, name, options.ingest.parent)
+        run = _Capture(store, options, watcher, cuda, members, folder, parent, progress)
         try:
             added = run.capture(program, here, name, labels)
         finally:
@@ -196,11 +198,12 @@ class _Capture:
         cuda: Cuda | None,
         members: Sequence[Process],
         folder: Path,
+        parent: Parent | None,
         progress: Progress,
     ) -> None:
         # Once CRIU has written them, nobody waits for the reading of files.
         waits = options.stream or not options.leave_running
-        self.ingest = Ingest(store, replace(options.ingest, hurry=waits), progress)
+        self.ingest = Ingest(store, replace(options.ingest, hurry=waits), progress, parent)
         self.cuda_pids: tuple[int, ...] = ()
         self._options = options
         self._watcher = watcher

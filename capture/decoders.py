@@ -33,15 +33,23 @@ _MAX_THREADS = 8
 
 _MAX_MESSAGE = 1 << 20
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def start_decoders(source: StoreSource, workers: int) -> list[Blocks]:
     """Starts that many processes; returns a way to the blocks for each thread that shall fill.
 
-    To be called while there are no other threads.
+    To be called while there are no other threads. Where a limit allows fewer processes, there are
+    fewer; without any, a thread decodes by itself.
     """
-    threads = max(1, min(round(workers / _PROCESSES_PER_THREAD), _MAX_THREADS))
-    shares = [len(range(i, workers, threads)) for i in range(threads)]
-    return [_DecodedBlocks(source, [_Decoder(source.layout) for _ in range(n)]) for n in shares]
+    decoders: list[_Decoder] = []
+    with suppress(OSError):
+        while len(decoders) < workers:
+            decoders.append(_Decoder(source.layout))
+    if not decoders:
+        return [source.open()]
+    threads = max(1, min(round(len(decoders) / _PROCESSES_PER_THREAD), _MAX_THREADS))
+    return [_DecodedBlocks(source, decoders[i::threads]) for i in range(threads)]
 
 
 class _Decoder:
@@ -50,23 +58,35 @@ class _Decoder:
     def __init__(self, layout: Layout) -> None:
         self.room = memoryview(mmap.mmap(-1, _SLOTS * _SLOT_BYTES))
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._pid = os.fork()
-        if not self._pid:
-            _serve(theirs, layout, self.room)
-        theirs.close()
+        self._lost = False
+        # Whatever is raised in the child must not get any further in it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            with theirs:
+                self._pid = os.fork()
+                if not self._pid:
+                    _serve(theirs, layout, self.room)
+        except OSError:
+            self._channel.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def ask(self, slot: int, locations: Sequence[Location]) -> bool:
         """To decode these blocks to the slot, one after the other."""
         with suppress(OSError):
             self._channel.send(pickle.dumps((slot, locations), pickle.HIGHEST_PROTOCOL))
-            return True
+            return not self._lost
         return False
 
     def answer(self) -> bool:
         """Whether it did so. Answers come in the order of what was asked."""
+        said = b""
         with suppress(OSError):
-            return self._channel.recv(1) == b"+"
-        return False
+            said = self._channel.recv(1)
+        # One that died may have left an answer behind, which is that to an earlier question.
+        self._lost |= not said
+        return said == b"+" and not self._lost
 
     def close(self) -> None:
         """Ends it."""
@@ -81,8 +101,9 @@ class _Decoder:
 def _serve(channel: socket.socket, layout: Layout, room: memoryview) -> None:
     """The process. Ends when nobody asks any more."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # whoever asks decides
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         kept = channel.fileno()
         os.closerange(0, kept)
         os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))

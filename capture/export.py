@@ -15,9 +15,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from icefloe import durable
 from icefloe.capture import allocator
-from icefloe.capture.blocks import BATCH, Blocks, BlockSource, StoreSource, read_extents
+from icefloe.capture.blocks import Blocks, BlockSource, StoreSource, read_extents
 from icefloe.catalog import LocalStore
 from icefloe.errors import ExportExists
 from icefloe.ids import BlockId
@@ -30,6 +32,10 @@ _NODES = {
     FileKind.BLOCK_DEVICE: 0o060000,
     FileKind.SOCKET: 0o140000,
 }
+
+
+# What a thread writes before it takes the next piece.
+_SPAN_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +178,14 @@ def _make_entries(files: Sequence[ImageFile], root: Path) -> None:
 
 
 def _spans(manifest: Manifest) -> Iterator[_Span]:
-    bounds = manifest.bounds.tolist()
+    """Each of about _SPAN_BYTES: however fragmented, that is one thread's work."""
     for i, file in enumerate(manifest.files):
-        offset = 0
-        for first in range(bounds[i], bounds[i + 1], BATCH):
-            last = min(first + BATCH, bounds[i + 1])
-            yield _Span(file, first, last, offset)
-            offset += int(manifest.extents["length"][first:last].sum())
+        ends = np.cumsum(manifest.extents_of(i)["length"], dtype=np.int64)
+        cuts = np.flatnonzero(np.diff(ends // _SPAN_BYTES, append=-1)) + 1
+        base, first, offset = int(manifest.bounds[i]), 0, 0
+        for last in cuts.tolist():
+            yield _Span(file, base + first, base + last, offset)
+            first, offset = last, int(ends[last - 1])
 
 
 def _write_span(blocks: Blocks, manifest: Manifest, root: Path, span: _Span) -> int:

@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from icefloe.capture import allocator
+from icefloe.capture import allocator, exact
 from icefloe.capture.assembly import Assembly
-from icefloe.capture.windows import CARRY_BYTES, Buffer, Group, Window, Windows
+from icefloe.capture.blocks import Blocks
+from icefloe.capture.exact import Beside, Rows, Run, View
+from icefloe.capture.parent import NOWHERE, Parent
+from icefloe.capture.windows import CARRY_BYTES, Buffer, Group, OpenFile, Window, Windows
 from icefloe.catalog import LocalStore
-from icefloe.chunker import Marks, scan
+from icefloe.chunker import PAGES, Marks, scan
 from icefloe.errors import BadSource, CorruptManifest
-from icefloe.ids import BlockId, Name, PackId, block_id
+from icefloe.ids import BlockId, IdPrefix, Name, PackId, block_id
 from icefloe.store import manifest as manifests
 from icefloe.store.codecs import Encoded, Encoder, PolicyName, as_it_is
 from icefloe.store.manifest import ImageFile, Manifest
@@ -35,13 +39,15 @@ class IngestOptions:
     """How to store. `workers` 0 means one a core. `pages`: patterns of files that hold memory.
 
     `hurry`: somebody waits for the reading; when all workers are busy, blocks are stored raw or
-    with lz4, whatever the policy says.
+    with lz4, whatever the policy says. `parent`: what is unknown is compared with this image, page
+    by page, instead of with the latest one of the same name; "none" with none.
     """
 
     policy: PolicyName = "balanced"
     workers: int = 0
     pages: tuple[str, ...] = ()
     hurry: bool = False
+    parent: Name | IdPrefix | Literal["none"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class _Worker:
     buffer: Buffer
     encoder: Encoder
     quick: Encoder
+    parent: Blocks | None
 
 
 class _Turns:
@@ -113,8 +120,13 @@ class Ingest:
     """One checkpoint on its way into packs: `run`, `finish`, `commit`, or else `abort`."""
 
     def __init__(
-        self, store: LocalStore, options: IngestOptions, progress: Progress = lambda count: None
+        self,
+        store: LocalStore,
+        options: IngestOptions,
+        progress: Progress = lambda count: None,
+        parent: Parent | None = None,
     ) -> None:
+        """`parent`: the image that it is likely to be like."""
         allocator.keep_freed()
         self.hurried = False
         """Blocks were stored in another way than the policy says."""
@@ -122,6 +134,8 @@ class Ingest:
         """What was written, once that is finished."""
         self._store = store
         self._assembly = Assembly()
+        self._parent = parent
+        self._beside: dict[str, Beside | None] = {}
         self._writer = PackWriter(store.layout)
         self._new_bytes = 0
         self._new_blocks = 0
@@ -207,21 +221,30 @@ class Ingest:
 
     def _work(self, source: Windows) -> None:
         try:
-            worker = _Worker(Buffer(), Encoder(self._policy), Encoder("fast"))
-            with self._counting:
-                self._busy += 1
-            while (window := self._next(source, worker.buffer)) is not None:
-                if isinstance(window, Group):
-                    self._do_group(window, worker)
-                else:
-                    worker.buffer = window.buffer
-                    self._do_window(window, worker)
+            with self._worker() as worker:
+                while (window := self._next(source, worker.buffer)) is not None:
+                    if isinstance(window, Group):
+                        self._do_group(window, worker)
+                    else:
+                        worker.buffer = window.buffer
+                        self._do_window(window, worker)
         except _Stopped:
             pass
         except BaseException as error:
             with self._counting:
                 self._failure = self._failure or error
             self._stop(source)
+
+    @contextmanager
+    def _worker(self) -> Iterator[_Worker]:
+        parent = None if self._parent is None else self._parent.source.open()
+        with self._counting:
+            self._busy += 1
+        try:
+            yield _Worker(Buffer(), Encoder(self._policy), Encoder("fast"), parent)
+        finally:
+            if parent is not None:
+                parent.close()
 
     def _next(self, source: Windows, buffer: Buffer) -> Window | Group | None:
         with self._counting:
@@ -244,7 +267,8 @@ class Ingest:
     def _do_group(self, group: Group, worker: "_Worker") -> None:
         with self._cutting.turn(group.sequence):
             pass  # groups are not cut
-        (number,), blocks = self._code([memoryview(group.content)], worker)
+        content = memoryview(group.content)
+        (number,), blocks = self._code([block_id(content)], [content], worker)
         with self._appending.turn(group.sequence):
             offset = 0
             for path, size in group.files:
@@ -259,7 +283,7 @@ class Ingest:
             pieces = window.open.cuts.feed(marks, window.final)
             self._carry_over(window, len(marks.zero))
         size, end = window.open.grain.size, window.offset + window.length
-        views: list[memoryview] = []
+        views: list[View] = []
         zero_lengths: dict[int, int] = {}
         for i, piece in enumerate(pieces):
             start, stop = piece.start * size, min(piece.end * size, end)
@@ -267,17 +291,15 @@ class Ingest:
                 zero_lengths[i] = stop - start
             else:
                 base = CARRY_BYTES - window.offset
-                views.append(window.buffer.bytes[base + start : base + stop])
-        numbers, blocks = self._code(views, worker)
-        data = iter(zip(views, numbers, strict=True))
-        path = window.open.path
+                views.append(View(window.buffer.bytes[base + start : base + stop], start))
+        coded, blocks = self._code_views(window.open, views, worker)
+        rows, path = iter(coded), window.open.path
         with self._appending.turn(window.sequence):
             for i in range(len(pieces)):
                 if i in zero_lengths:
                     self._assembly.add_zero(path, zero_lengths[i])
                 else:
-                    view, number = next(data)
-                    self._assembly.add(path, number, 0, len(view))
+                    self._assembly.add_rows(path, next(rows))
             self._store_blocks(blocks)
             if window.final and window.open.source is not None:
                 window.open.source.close()
@@ -306,11 +328,70 @@ class Ingest:
         end = CARRY_BYTES + grains * file.grain.size
         file.carry = bytes(buffer[end - file.cuts.pending * file.grain.size : end])
 
+    def _code_views(
+        self, file: OpenFile, views: Sequence[View], worker: "_Worker"
+    ) -> tuple[list[Rows], list[StoredBlock]]:
+        """The extents of these blocks, and the stored form of what nobody has yet."""
+        ids = [block_id(view.raw) for view in views]
+        runs: list[Run] = []
+        places: list[NDArray[np.int64]] = []
+        rest: list[memoryview] = []
+        beside = self._find_beside(file)
+        if views and beside is not None and worker.parent is not None:
+            with self._claiming:
+                claimed = [self._assembly.has(identity) for identity in ids]
+            known = [a or b for a, b in zip(claimed, self._store.catalog.known(ids), strict=True)]
+            if not all(known):
+                there = beside.positions(ids)
+                runs = exact.divide(beside, worker.parent, views, known, there)
+                rest, places = exact.gather(views, runs)
+        divided = {i for run in runs for i in range(run.first, run.last)}
+        whole = [i for i in range(len(views)) if i not in divided]
+        raws = [views[i].raw for i in whole]
+        if self._parent is not None:
+            self._parent.budget.use(sum(map(len, raws)))
+        every = [ids[i] for i in whole] + list(map(block_id, rest))
+        numbers, blocks = self._code(every, raws + rest, worker)
+        mine, left = iter(numbers), numbers[len(whole) :]
+        bases = self._number_bases(runs)
+        # The rows of a run stand for all of its blocks.
+        coded = [
+            np.zeros((0, 3), np.uint64)
+            if i in divided
+            else np.array([[next(mine), 0, len(view.raw)]], np.uint64)
+            for i, view in enumerate(views)
+        ]
+        for run, place in zip(runs, places, strict=True):
+            coded[run.first] = exact.rows(run.pages, place, bases, left)
+        return coded, blocks
+
+    def _find_beside(self, file: OpenFile) -> Beside | None:
+        """Where a file of pages stands beside the same file of the parent."""
+        if self._parent is None or file.grain is not PAGES:
+            return None
+        with self._claiming:
+            if file.path not in self._beside:
+                theirs = self._parent.file(file.path)
+                budget = self._parent.budget
+                self._beside[file.path] = None if theirs is None else Beside(theirs, budget)
+            return self._beside[file.path]
+
+    def _number_bases(self, runs: Sequence[Run]) -> dict[int, int]:
+        """The numbers that the parent's blocks get in this image."""
+        parent = self._parent
+        used = {number for run in runs for number in np.unique(run.pages.block).tolist()}
+        if parent is None:
+            return {}
+        with self._claiming:
+            return {
+                number: self._assembly.number(parent.id(number), parent.length(number))[0]
+                for number in used - {NOWHERE}
+            }
+
     def _code(
-        self, raws: list[memoryview], worker: "_Worker"
+        self, ids: Sequence[BlockId], raws: Sequence[memoryview], worker: "_Worker"
     ) -> tuple[list[int], list[StoredBlock]]:
         """The numbers of all blocks, and the stored form of those that nobody has yet."""
-        ids = [block_id(raw) for raw in raws]
         numbers: list[int] = []
         fresh: dict[BlockId, memoryview] = {}
         with self._claiming:

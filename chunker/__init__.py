@@ -6,7 +6,17 @@ is the specification.
 """
 
 from icefloe.chunker.cuts import CutStream, Piece
-from icefloe.chunker.grains import BYTES, MAX_BLOCK, PAGES, WEIGHTS, Grain, Marks, mix, scan
+from icefloe.chunker.grains import (
+    BYTES,
+    MAX_BLOCK,
+    PAGES,
+    WEIGHTS,
+    Grain,
+    Marks,
+    fingerprints,
+    mix,
+    scan,
+)
 
 __all__ = [
     "BYTES",
@@ -17,6 +27,7 @@ __all__ = [
     "Grain",
     "Marks",
     "Piece",
+    "fingerprints",
     "mix",
     "scan",
 ]

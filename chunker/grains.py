@@ -91,22 +91,29 @@ def mix(fingerprints: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed
 
 
+def fingerprints(window: NDArray[np.uint8], grain: Grain) -> NDArray[np.uint64]:
+    """The fingerprint of each grain, unmixed. That of a zero grain is 0, and of few others."""
+    words = window.view(np.uint64).reshape(-1, grain.words)
+    # einsum runs at twice the speed of `@` on integers.
+    found: NDArray[np.uint64] = np.einsum("ij,j->i", words, WEIGHTS[: grain.words])
+    return found
+
+
 def scan(window: NDArray[np.uint8], grain: Grain) -> Marks:
     """Looks at a window of whole grains (uint8, contiguous, length a multiple of grain.size).
 
     Raises ValueError for a window that isn't.
     """
     words = window.view(np.uint64).reshape(-1, grain.words)
-    # einsum runs at twice the speed of `@` on integers.
-    fingerprints = np.einsum("ij,j->i", words, WEIGHTS[: grain.words])
-    # A zero grain has fingerprint 0; the few others that have it too are told apart by a look.
-    zero = fingerprints == 0
+    found = fingerprints(window, grain)
+    # The few others that have the fingerprint of a zero grain are told apart by a look.
+    zero = found == 0
     suspects = np.flatnonzero(zero)
     if len(suspects) == len(words):
         zero[:] = ~words.any(axis=1)
     elif len(suspects):
         zero[suspects] = ~_any_by_runs(words, suspects)
-    cut = (mix(fingerprints) & grain.cut_mask) == 0
+    cut = (mix(found) & grain.cut_mask) == 0
     cut &= ~zero
     return Marks(zero, cut)
 

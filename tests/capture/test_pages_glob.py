@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
 def blocks(store: LocalStore, folder: Path, path: str, content: bytes, *pages: str) -> set[BlockId]:
     """Those that a checkpoint of this one file has."""
     small_store.write_tree(folder, {path: content})
-    options = IngestOptions("fast", 2, pages)
+    options = IngestOptions("fast", 2, pages, parent="none")
     added = add_checkpoint(store, open_checkpoint(folder), parse_name("x"), {}, options)
     assert small_store.exported(store, added.id) == {path: content}
     return set(store.manifest(added.id).block_ids())

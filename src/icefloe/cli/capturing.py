@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from icefloe.cli import output
-from icefloe.cli.content import labels_of, say_replaced, stored, stored_json
+from icefloe.cli.content import labels_of, parent_of, say_replaced, stored, stored_json
 from icefloe.cli.context import Context
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     help="Suspend CUDA in the processes that use it (auto), or leave it to CRIU.",
 )
 @click.option("--no-stream", is_flag=True, help="CRIU writes files first; they are added then.")
+@click.option(
+    "--parent", metavar="NAME", help="Compare with this image page by page, or with `none`."
+)
 @click.option("--pages", multiple=True, metavar="GLOB", help="More files that hold memory.")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="A label to keep with it.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
@@ -37,6 +40,7 @@ def capture(
     leave_running: bool,
     cuda: Any,
     no_stream: bool,
+    parent: str | None,
     pages: tuple[str, ...],
     labels: tuple[str, ...],
     as_json: bool,
@@ -61,7 +65,7 @@ def capture(
 
     options = CaptureOptions(
         pid=pid,
-        ingest=IngestOptions(config.policy, config.workers, pages),
+        ingest=IngestOptions(config.policy, config.workers, pages, parent=parent_of(parent)),
         criu=config.criu,
         arguments=criu_arguments,
         leave_running=leave_running,

@@ -3,7 +3,7 @@
 from os.path import realpath
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -13,6 +13,7 @@ from icefloe.errors import UsageError
 
 if TYPE_CHECKING:
     from icefloe.capture.ingest import AddResult
+    from icefloe.ids import IdPrefix, Name
 
 
 def _place(context: click.Context, parameter: click.Parameter, value: str) -> Path:
@@ -60,6 +61,13 @@ def stored_json(name: str, result: "AddResult") -> dict[str, Any]:
     }
 
 
+def parent_of(text: str | None) -> "Name | IdPrefix | Literal['none'] | None":
+    """The value of --parent. Raises UsageError."""
+    from icefloe.ids import parse_reference
+
+    return "none" if text == "none" else None if text is None else parse_reference(text)
+
+
 def say_replaced(context: Context, name: str, result: "AddResult") -> None:
     """A remark about the image that had the name before."""
     if result.replaced and not context.quiet:
@@ -69,6 +77,9 @@ def say_replaced(context: Context, name: str, result: "AddResult") -> None:
 @click.command()
 @click.argument("path", callback=_place)
 @click.argument("name")
+@click.option(
+    "--parent", metavar="NAME", help="Compare with this image page by page, or with `none`."
+)
 @click.option("--pages", multiple=True, metavar="GLOB", help="More files that hold memory.")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="A label to keep with it.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
@@ -77,6 +88,7 @@ def add(
     context: Context,
     path: Path,
     name: str,
+    parent: str | None,
     pages: tuple[str, ...],
     labels: tuple[str, ...],
     as_json: bool,
@@ -96,7 +108,7 @@ def add(
     if Path(realpath(config.store)).is_relative_to(realpath(path)):
         raise UsageError(f"{path} holds the store {config.store}", "name another with --store")
     checkpoint = open_checkpoint(path)
-    options = IngestOptions(config.policy, config.workers, pages)
+    options = IngestOptions(config.policy, config.workers, pages, parent=parent_of(parent))
     with (
         context.open(write=True, create=True) as store,
         context.progress("storing", checkpoint.logical_bytes()) as progress,

@@ -1,0 +1,188 @@
+"""The page step: what is unknown of a window is laid beside the parent, and cut into pages.
+
+Pure but for the blocks of the parent that it reads. `capture/ingest.py` stores what is left.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from icefloe.capture.blocks import Blocks
+from icefloe.capture.images import PAGE
+from icefloe.capture.parent import NOWHERE, Budget, Pages, ParentFile
+from icefloe.chunker import MAX_BLOCK
+from icefloe.ids import BlockId
+from icefloe.store.manifest import ZERO
+
+# A stretch counts as similar when this share of its pages is found. After so many others in a
+# row, the file is hardly like its parent, and only every so many are tried, or what stands beside
+# something known.
+_SIMILAR = 0.05
+_PATIENCE = 4
+_TRIED = 16
+
+# What is missing in one place is looked for in the next only if it is more than this.
+_FEW = 0.1
+_HALF = 0.5
+
+_REST_PAGES = MAX_BLOCK // PAGE
+
+Rows = NDArray[np.uint64]
+"""Extents as they come: block number, offset, length."""
+
+
+class Beside:
+    """Where a file stands beside its parent: what is inserted or removed shifts what follows.
+
+    Threads share it; what one learns is a hint to the others.
+    """
+
+    def __init__(self, parent: ParentFile, budget: Budget) -> None:
+        self._parent = parent
+        self.budget = budget
+        self._shift = 0
+        self._misses = 0
+
+    def positions(self, ids: Sequence[BlockId]) -> list[int]:
+        """See ParentFile."""
+        return self._parent.positions(ids)
+
+    def find(self, blocks: Blocks, views: Sequence["View"], shifts: Sequence[int]) -> Pages:
+        """The pages of a stretch, block by block, that the parent has.
+
+        `shifts`: how much further the parent has what stands around it.
+        """
+        position, stretch = views[0].start, b"".join(view.raw for view in views)
+        count = len(stretch) // PAGE
+        found = Pages(np.full(count, NOWHERE, np.int64), np.zeros(count, np.int64))
+        self._misses += 1
+        if self._misses > _PATIENCE and self._misses % _TRIED and not shifts:
+            return found
+        best, tried, usual = 0, set(), self._shift
+        for shift in (*shifts, usual, 0, None):
+            missing = found.block == NOWHERE
+            if missing.sum() <= _FEW * count:
+                break
+            if shift is None and best < _HALF * count:
+                far = self._parent.search(blocks, memoryview(stretch), position + usual)
+                shift = None if far is None else far + usual
+            if shift is None or shift in tried:
+                continue
+            tried.add(shift)
+            pages = self._parent.compare(blocks, memoryview(stretch), position + shift)
+            new = missing & (pages.block != NOWHERE)
+            found.block[new], found.offset[new] = pages.block[new], pages.offset[new]
+            if (more := int(new.sum())) > best:
+                best, self._shift = more, shift
+        if best > _SIMILAR * count:
+            self._misses = 0
+        return self.budget.spend(found)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A block of a window: its bytes, and where they start in the file."""
+
+    raw: memoryview
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Where what follows starts."""
+        return self.start + len(self.raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks [first, last) of a window, one behind the other, and where their pages are."""
+
+    first: int
+    last: int
+    pages: Pages
+
+
+def divide(
+    beside: Beside, blocks: Blocks, views: Sequence[View], known: Sequence[bool], there: list[int]
+) -> list[Run]:
+    """Which of these blocks consist of pages that the parent has, some of them at least.
+
+    `there`: where the parent has a block as a whole, NOWHERE if it hasn't.
+    """
+    runs: list[Run] = []
+    for first, last in _stretches(views, known):
+        around = (range(first - 1, -1, -1), range(last, len(views)))
+        anchors = [next((i for i in side if there[i] != NOWHERE), None) for side in around]
+        near = [there[i] - views[i].start for i in anchors if i is not None]
+        pages = beside.find(blocks, views[first:last], near)
+        ends = np.cumsum([len(view.raw) // PAGE for view in views[first:last]])
+        starts = np.concatenate([[0], ends[:-1]])
+        some = np.logical_or.reduceat(pages.block != NOWHERE, starts)
+        edges = np.flatnonzero(np.diff(some, prepend=False, append=False)).tolist()
+        for low, high in zip(edges[::2], edges[1::2], strict=True):
+            part = slice(int(starts[low]), int(ends[high - 1]))
+            runs.append(Run(first + low, first + high, pages[part]))
+    return runs
+
+
+def _stretches(views: Sequence[View], known: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Runs [first, last) of blocks of whole pages that nobody knows, one behind the other."""
+    first = 0
+    for i in range(len(views) + 1):
+        fits = i < len(views) and not known[i] and len(views[i].raw) % PAGE == 0
+        if fits and (i == first or views[i].start == views[i - 1].end):
+            continue
+        if i > first:
+            yield first, i
+        first = i if fits else i + 1
+
+
+def gather(
+    views: Sequence[View], runs: Sequence[Run]
+) -> tuple[list[memoryview], list[NDArray[np.int64]]]:
+    """The pages that are left of these runs, in blocks as full as they get.
+
+    And for each page of each run its place there; one that was found or is zero has NOWHERE.
+    """
+    kept: list[NDArray[np.uint8]] = [np.zeros((0, PAGE), np.uint8)]
+    places, count = [], 0
+    for run in runs:
+        place = np.full(len(run.pages.block), NOWHERE, np.int64)
+        done = 0
+        for view in views[run.first : run.last]:
+            content = np.frombuffer(view.raw, np.uint64).reshape(-1, PAGE // 8)
+            missing = np.flatnonzero(run.pages.block[done : done + len(content)] == NOWHERE)
+            missing = missing[content[missing].any(axis=1)]
+            place[done + missing] = count + np.arange(len(missing))
+            count += len(missing)
+            kept.append(content[missing].view(np.uint8))
+            done += len(content)
+        places.append(place)
+    rest = np.concatenate(kept)
+    starts = range(0, count, _REST_PAGES)
+    return [rest[i : i + _REST_PAGES].reshape(-1).data for i in starts], places
+
+
+def rows(
+    pages: Pages, place: NDArray[np.int64], numbers: Mapping[int, int], rest: Sequence[int]
+) -> Rows:
+    """The extents of a run; neighbours are joined.
+
+    `numbers`: those of the parent's blocks in this image; `rest`: those of what was left.
+    """
+    number = np.full(len(place), ZERO, np.uint64)
+    offset = np.zeros(len(place), np.uint64)
+    found = pages.block != NOWHERE
+    used, which = np.unique(pages.block[found], return_inverse=True)
+    number[found] = np.array([numbers[block] for block in used.tolist()], np.uint64)[which]
+    offset[found] = pages.offset[found]
+    left = place != NOWHERE
+    number[left] = np.array(rest, np.uint64)[place[left] // _REST_PAGES]
+    offset[left] = place[left] % _REST_PAGES * PAGE
+    joins = (number[1:] == number[:-1]) & (
+        (number[1:] == ZERO) | (offset[1:] == offset[:-1] + np.uint64(PAGE))
+    )
+    first = np.flatnonzero(np.concatenate([[True], ~joins]))
+    lengths = np.diff(np.append(first, len(place))) * PAGE
+    return np.stack([number[first], offset[first], lengths.astype(np.uint64)], axis=1)
