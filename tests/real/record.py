@@ -45,7 +45,9 @@ def read(path: Path) -> list[Step]:
     """The steps that a record holds, in order; a line that is just being written does not count."""
     data = path.read_bytes()
     slots = (data[start : start + LINE_BYTES] for start in range(0, len(data), LINE_BYTES))
-    return sorted((step_of(slot) for slot in slots if slot.endswith(b"\n")), key=number_of)
+    # The kernel may copy the end of a line before its start.
+    whole = (slot for slot in slots if slot.endswith(b"\n") and b"\0" not in slot)
+    return sorted(map(step_of, whole), key=number_of)
 
 
 def step_of(slot: bytes) -> Step:
