@@ -44,6 +44,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --group bench
 	mkdir -p .cache/bench
 	$(BIN)/python bench/dedup.py --json .cache/bench/dedup.json
+	$(BIN)/python bench/coding.py --json .cache/bench/coding.json
 	$(BIN)/python bench/ingest.py --json .cache/bench/ingest.json
 	$(BIN)/python bench/ingest.py --bytes 64m --runs 1 --memory 16 --json .cache/bench/memory.json
 	$(BIN)/python bench/catalog.py --json .cache/bench/catalog.json

@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import lz4.block
-import numpy as np
 import zstandard
 
 from icefloe.durable import Buffer
@@ -81,6 +80,9 @@ _SAMPLE_BYTES = MAX_SAMPLE // _SAMPLES
 # What lz4 shrinks below this, zstd shrinks for certain: no second look.
 _PLAINLY_COMPRESSIBLE = 0.80
 
+# Below this, planes win without a look at what zstd would do.
+_PLAINLY_NUMBERS = 0.75
+
 # Four planes of a sample have fewer bytes each than two, and look smaller by this at most.
 _WIDER = {Codec.PLANES2_ZSTD: 0.0, Codec.PLANES4_ZSTD: 0.01}
 
@@ -135,13 +137,14 @@ class Encoder:
             return (Codec.LZ4 if ratio < worth else Codec.RAW), ()
         if ratio < _PLAINLY_COMPRESSIBLE:
             return Codec.ZSTD, ()
-        found: list[tuple[float, Codec, Sequence[bool]]]
-        found = [(len(self._quick_zstd.compress(sample)) / len(sample), Codec.ZSTD, ())]
+        found: list[tuple[float, Codec, Sequence[bool]]] = [(1.0, Codec.RAW, ())]
         if len(sample) == MAX_SAMPLE:
             for numbers, costs in zip(_PLANES, planes.costs(sample), strict=True):
-                pays = (costs < _PLANE_WORTH).tolist()
-                left = float(np.where(pays, costs, 1).mean())
-                found.append((left + _WIDER[numbers], numbers, pays))
+                pays: Sequence[bool] = [cost < _PLANE_WORTH for cost in costs]
+                shares = (cost if cost < _PLANE_WORTH else 1 for cost in costs)
+                found.append((sum(shares) / len(costs) + _WIDER[numbers], numbers, pays))
+        if min(found)[0] > _PLAINLY_NUMBERS:
+            found.append((len(self._quick_zstd.compress(sample)) / len(sample), Codec.ZSTD, ()))
         left, codec, pays = min(found)
         return (codec, pays) if left < worth else (Codec.RAW, ())
 
