@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from icefloe.capture.blocks import Blocks
 from icefloe.capture.images import PAGE
-from icefloe.capture.parent import NOWHERE, Budget, Pages, ParentFile
+from icefloe.capture.parent import MIN_FOUND, NOWHERE, Budget, Pages, ParentFile
 from icefloe.chunker import MAX_BLOCK
 from icefloe.ids import BlockId
 from icefloe.store.manifest import ZERO
@@ -25,7 +25,7 @@ _TRIED = 16
 
 # What is missing in one place is looked for in the next only if it is more than this.
 _FEW = 0.1
-_HALF = 0.5
+_SEARCHES = 3
 
 _REST_PAGES = MAX_BLOCK // PAGE
 
@@ -54,31 +54,71 @@ class Beside:
 
         `shifts`: how much further the parent has what stands around it.
         """
-        position, stretch = views[0].start, b"".join(view.raw for view in views)
-        count = len(stretch) // PAGE
+        position, stretch = views[0].start, memoryview(b"".join(view.raw for view in views))
+        zero = _zero_pages(stretch)
+        count = len(zero)
         found = Pages(np.full(count, NOWHERE, np.int64), np.zeros(count, np.int64))
         self._misses += 1
-        if self._misses > _PATIENCE and self._misses % _TRIED and not shifts:
-            return found
-        best, tried, usual = 0, set(), self._shift
-        for shift in (*shifts, usual, 0, None):
-            missing = found.block == NOWHERE
-            if missing.sum() <= _FEW * count:
-                break
-            if shift is None and best < _HALF * count:
-                far = self._parent.search(blocks, memoryview(stretch), position + usual)
-                shift = None if far is None else far + usual
-            if shift is None or shift in tried:
-                continue
-            tried.add(shift)
-            pages = self._parent.compare(blocks, memoryview(stretch), position + shift)
-            new = missing & (pages.block != NOWHERE)
-            found.block[new], found.offset[new] = pages.block[new], pages.offset[new]
-            if (more := int(new.sum())) > best:
-                best, self._shift = more, shift
-        if best > _SIMILAR * count:
-            self._misses = 0
-        return self.budget.spend(found)
+        if self._misses <= _PATIENCE or not self._misses % _TRIED or shifts:
+            best = 0
+            for shift in self._shifts(blocks, stretch, position, shifts, zero, found):
+                missing = ~zero & (found.block == NOWHERE)
+                pages = self._parent.compare(blocks, stretch, position + shift)
+                new = missing & (pages.block != NOWHERE)
+                found.block[new], found.offset[new] = pages.block[new], pages.offset[new]
+                if (more := int(new.sum())) > best:
+                    best, self._shift = more, shift
+            if best > _SIMILAR * count:
+                self._misses = 0
+        return self.budget.spend(found, zero)
+
+    def _shifts(
+        self,
+        blocks: Blocks,
+        stretch: memoryview,
+        position: int,
+        near: Sequence[int],
+        zero: NDArray[np.bool_],
+        found: Pages,
+    ) -> Iterator[int]:
+        """The shifts to try, as long as enough is missing; what comes of them is in `found`."""
+        usual = self._shift
+        few = max(_FEW * len(zero), MIN_FOUND)
+        tried = set()
+        for shift in (*near, usual, 0):
+            if (~zero & (found.block == NOWHERE)).sum() > few and shift not in tried:
+                tried.add(shift)
+                yield shift
+        for _ in range(_SEARCHES):
+            first, last = _longest_run(~zero & (found.block == NOWHERE))
+            if last - first <= few:
+                return
+            part = stretch[first * PAGE : last * PAGE]
+            far = self._parent.search(blocks, part, position + first * PAGE + usual)
+            if far is None or usual + far in tried:
+                return
+            tried.add(usual + far)
+            yield usual + far
+
+
+def _zero_pages(stretch: memoryview) -> NDArray[np.bool_]:
+    """Which pages are zero."""
+    words = np.frombuffer(stretch, np.uint64).reshape(-1, PAGE // 8)
+    zero: NDArray[np.bool_]
+    zero = (words[:, 0] | words[:, 255] | words[:, -1]) == 0  # most are not, and show it
+    suspects = np.flatnonzero(zero)
+    zero[suspects] = ~words[suspects].any(axis=1)
+    return zero
+
+
+def _longest_run(flags: NDArray[np.bool_]) -> tuple[int, int]:
+    """[first, last) of the longest run of true; (0, 0) if there is none."""
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    firsts, lasts = edges[::2], edges[1::2]
+    if not len(firsts):
+        return 0, 0
+    longest = int((lasts - firsts).argmax())
+    return int(firsts[longest]), int(lasts[longest])
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,6 +341,7 @@ class Ingest:
             with self._claiming:
                 claimed = [self._assembly.has(identity) for identity in ids]
             known = [a or b for a, b in zip(claimed, self._store.catalog.known(ids), strict=True)]
+            beside.budget.use(sum(len(v.raw) for v, had in zip(views, known, strict=True) if had))
             if not all(known):
                 there = beside.positions(ids)
                 runs = exact.divide(beside, worker.parent, views, known, there)
@@ -348,8 +349,6 @@ class Ingest:
         divided = {i for run in runs for i in range(run.first, run.last)}
         whole = [i for i in range(len(views)) if i not in divided]
         raws = [views[i].raw for i in whole]
-        if self._parent is not None:
-            self._parent.budget.use(sum(map(len, raws)))
         every = [ids[i] for i in whole] + list(map(block_id, rest))
         numbers, blocks = self._code(every, raws + rest, worker)
         mine, left = iter(numbers), numbers[len(whole) :]

@@ -33,7 +33,7 @@ NOWHERE = -1
 
 # How far away to search for what is not where it was, and how many pages prove it.
 _REACH = 512 * PAGE
-_ENOUGH = 8
+MIN_FOUND = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,12 @@ def open_parent(
     named = store.catalog.names()
     images = {image for known, image in named.items() if known.partition(":")[0] == name.name}
     rows = [row for image in images if (row := store.catalog.image(image)) is not None]
-    return Parent(store, max(rows, key=lambda row: row.created).id) if rows else None
+    if not rows:
+        return None
+    try:
+        return Parent(store, max(rows, key=lambda row: row.created).id)
+    except Corrupt:  # it was not asked for, and what comes now is whole without it
+        return None
 
 
 class Parent:
@@ -85,7 +90,7 @@ class Parent:
         if number is None:
             return None
         extents = self.manifest.extents_of(number)
-        whole = ((extents["length"][:-1] | extents["offset"][:-1]) % PAGE == 0).all()
+        whole = (extents["length"][:-1] % PAGE == 0).all()
         return ParentFile(self.manifest, extents) if len(extents) and whole else None
 
     def id(self, number: int) -> BlockId:
@@ -165,7 +170,7 @@ class ParentFile:
         at = np.minimum(np.searchsorted(theirs, ours, sorter=order), len(order) - 1)
         here = np.flatnonzero((theirs[order[at]] == ours) & (ours != 0))
         shifts, counts = np.unique(order[at[here]] - here, return_counts=True)
-        if not len(counts) or counts.max() < _ENOUGH:
+        if not len(counts) or counts.max() < MIN_FOUND:
             return None
         return int(shifts[counts.argmax()]) * PAGE + low - position
 
@@ -190,7 +195,7 @@ class Budget:
 
     def __init__(self, lengths: NDArray[np.uint32]) -> None:
         """`lengths` of the parent's blocks, in bytes."""
-        self._pages = lengths.astype(np.int64) // PAGE
+        self._pages = -(-lengths.astype(np.int64) // PAGE)
         self._taken = np.zeros(len(lengths), np.bool_)
         self._read = self._used = 0
         self._lock = threading.Lock()
@@ -201,8 +206,12 @@ class Budget:
             self._read += count // PAGE
             self._used += count // PAGE
 
-    def spend(self, pages: Pages) -> Pages:
-        """Leaves out the pages of blocks that would not be worth reading."""
+    def spend(self, pages: Pages, zero: NDArray[np.bool_] | None = None) -> Pages:
+        """Leaves out the pages of blocks that would not be worth reading. Zero pages cost nothing.
+
+        All others are read and used from now on, wherever they will be.
+        """
+        total = len(pages.block) - (0 if zero is None else int(zero.sum()))
         there = np.flatnonzero(pages.block != NOWHERE)
         bases, which, uses = np.unique(pages.block[there], return_inverse=True, return_counts=True)
         with self._lock:
@@ -210,14 +219,14 @@ class Budget:
             worth = (price == 0) | (uses >= MIN_USE * price)
             # The best ones first, as far as the budget goes. A page that is not found is read, too.
             order = np.argsort(np.where(worth, price / uses, np.inf), kind="stable")
-            left = len(pages.block) - np.cumsum(uses[order])
+            left = total - np.cumsum(uses[order])
             read = self._read + np.cumsum(price[order]) + left
-            fits = read <= MAX_AMPLIFICATION * (self._used + len(pages.block))
+            fits = read <= MAX_AMPLIFICATION * (self._used + total)
             count = min(int(worth.sum()), int(np.flatnonzero(fits)[-1]) + 1 if fits.any() else 0)
             chosen = order[:count]
             self._taken[bases[chosen]] = True
-            self._read += int(price[chosen].sum()) + len(pages.block) - int(uses[chosen].sum())
-            self._used += len(pages.block)
+            self._read += int(price[chosen].sum()) + total - int(uses[chosen].sum())
+            self._used += total
         keeps = np.zeros(len(bases), np.bool_)
         keeps[chosen] = True
         block = pages.block.copy()
