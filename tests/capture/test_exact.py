@@ -535,13 +535,13 @@ def test_a_missing_pack_of_the_parent(store: LocalStore, name: str) -> None:
     half = add(store, tree([*BEFORE, *range(5001, 5301)]), "x:1")
     numbers = some_of_each_block(store, half.id, [*BEFORE, *range(5001, 5301)])
     (where,) = store.catalog.locations([store.manifest(first.id).block_ids()[0]])
-    # Manifests are kept where they can be read.
     lost = store.layout.pack(where.pack)
     mine = {
         at.id
         for at in store.catalog.locations(store.manifest(half.id).block_ids())
         if at.pack == where.pack
     }
+    assert mine
     lost.rename(lost.with_name("lost"))
     second = add(store, tree(numbers), name, f"@{half.id.hex()}")
     assert mine.isdisjoint(blocks_of(store, second.id))
