@@ -54,9 +54,10 @@ class Assembly:
         """Whether a block has a number."""
         return block in self._numbers
 
-    def add_rows(self, path: str, rows: NDArray[np.uint64]) -> None:
-        """Like `add`, for a table of number, offset and length."""
-        self._rows[path].frombytes(rows.tobytes())
+    def add_extents(self, path: str, extents: Extents) -> None:
+        """Like `add`, for a table."""
+        columns = [extents[name].astype(np.uint64) for name in ("block", "offset", "length")]
+        self._rows[path].frombytes(np.stack(columns, axis=1).tobytes())
 
     def add(self, path: str, number: int, offset: int, length: int) -> None:
         """The next `length` bytes of the file stand in the block of this number at `offset`."""
@@ -67,7 +68,7 @@ class Assembly:
     ) -> Manifest:
         """The image of these entries, in canonical order. Once: nothing is left of the extents."""
         owners, ordered = _settle_links(files)
-        parts = [_merge(self._extents(owners[f.path])) for f in ordered if f.size]
+        parts = [merge(self._extents(owners[f.path])) for f in ordered if f.size]
         counts = iter(map(len, parts))
         bounds = np.cumsum([0, *(next(counts) if f.size else 0 for f in ordered)], dtype=np.int64)
         joined = np.concatenate([np.zeros(0, EXTENT_DTYPE), *parts])
@@ -140,7 +141,7 @@ def _path_key(path: str) -> bytes:
     return path.encode(errors="surrogateescape")
 
 
-def _merge(extents: Extents) -> Extents:
+def merge(extents: Extents) -> Extents:
     """Joins neighbours that can be one extent: zero runs, and stretches of one block."""
     before, after = extents[:-1], extents[1:]
     follows = before["offset"] + before["length"] == after["offset"]

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from icefloe.capture.assembly import merge
 from icefloe.capture.blocks import Blocks
 from icefloe.capture.images import PAGE
 from icefloe.capture.parent import MIN_FOUND, NOWHERE, Budget, Pages, ParentFile
-from icefloe.chunker import MAX_BLOCK
+from icefloe.chunker import MAX_BLOCK, runs
 from icefloe.ids import BlockId
-from icefloe.store.manifest import ZERO
+from icefloe.store.manifest import EXTENT_DTYPE, ZERO, Extents
 
 # A stretch counts as similar when this share of its pages is found. After so many others in a
 # row, the file is hardly like its parent, and only every so many are tried, or what stands beside
@@ -28,9 +29,6 @@ _FEW = 0.1
 _SEARCHES = 3
 
 _REST_PAGES = MAX_BLOCK // PAGE
-
-Rows = NDArray[np.uint64]
-"""Extents as they come: block number, offset, length."""
 
 
 class Beside:
@@ -90,7 +88,8 @@ class Beside:
                 tried.add(shift)
                 yield shift
         for _ in range(_SEARCHES):
-            first, last = _longest_run(~zero & (found.block == NOWHERE))
+            gaps = runs(~zero & (found.block == NOWHERE))
+            first, last = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
             if last - first <= few:
                 return
             part = stretch[first * PAGE : last * PAGE]
@@ -109,16 +108,6 @@ def _zero_pages(stretch: memoryview) -> NDArray[np.bool_]:
     suspects = np.flatnonzero(zero)
     zero[suspects] = ~words[suspects].any(axis=1)
     return zero
-
-
-def _longest_run(flags: NDArray[np.bool_]) -> tuple[int, int]:
-    """[first, last) of the longest run of true; (0, 0) if there is none."""
-    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
-    firsts, lasts = edges[::2], edges[1::2]
-    if not len(firsts):
-        return 0, 0
-    longest = int((lasts - firsts).argmax())
-    return int(firsts[longest]), int(lasts[longest])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +139,7 @@ def divide(
 
     `there`: where the parent has a block as a whole, NOWHERE if it hasn't.
     """
-    runs: list[Run] = []
+    found: list[Run] = []
     for first, last in _stretches(views, known):
         around = (range(first - 1, -1, -1), range(last, len(views)))
         anchors = [next((i for i in side if there[i] != NOWHERE), None) for side in around]
@@ -159,11 +148,10 @@ def divide(
         ends = np.cumsum([len(view.raw) // PAGE for view in views[first:last]])
         starts = np.concatenate([[0], ends[:-1]])
         some = np.logical_or.reduceat(pages.block != NOWHERE, starts)
-        edges = np.flatnonzero(np.diff(some, prepend=False, append=False)).tolist()
-        for low, high in zip(edges[::2], edges[1::2], strict=True):
+        for low, high in runs(some):
             part = slice(int(starts[low]), int(ends[high - 1]))
-            runs.append(Run(first + low, first + high, pages[part]))
-    return runs
+            found.append(Run(first + low, first + high, pages[part]))
+    return found
 
 
 def _stretches(views: Sequence[View], known: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -179,7 +167,7 @@ def _stretches(views: Sequence[View], known: Sequence[bool]) -> Iterator[tuple[i
 
 
 def gather(
-    views: Sequence[View], runs: Sequence[Run]
+    views: Sequence[View], divided: Sequence[Run]
 ) -> tuple[list[memoryview], list[NDArray[np.int64]]]:
     """The pages that are left of these runs, in blocks as full as they get.
 
@@ -187,7 +175,7 @@ def gather(
     """
     kept: list[NDArray[np.uint8]] = [np.zeros((0, PAGE), np.uint8)]
     places, count = [], 0
-    for run in runs:
+    for run in divided:
         place = np.full(len(run.pages.block), NOWHERE, np.int64)
         done = 0
         for view in views[run.first : run.last]:
@@ -206,23 +194,19 @@ def gather(
 
 def rows(
     pages: Pages, place: NDArray[np.int64], numbers: Mapping[int, int], rest: Sequence[int]
-) -> Rows:
-    """The extents of a run; neighbours are joined.
+) -> Extents:
+    """The extents of a run.
 
     `numbers`: those of the parent's blocks in this image; `rest`: those of what was left.
     """
-    number = np.full(len(place), ZERO, np.uint64)
-    offset = np.zeros(len(place), np.uint64)
-    found = pages.block != NOWHERE
+    extents = np.zeros(len(place), EXTENT_DTYPE)
+    extents["block"], extents["length"] = ZERO, PAGE
+    found, left = pages.block != NOWHERE, place != NOWHERE
     used, which = np.unique(pages.block[found], return_inverse=True)
-    number[found] = np.array([numbers[block] for block in used.tolist()], np.uint64)[which]
-    offset[found] = pages.offset[found]
-    left = place != NOWHERE
-    number[left] = np.array(rest, np.uint64)[place[left] // _REST_PAGES]
-    offset[left] = place[left] % _REST_PAGES * PAGE
-    joins = (number[1:] == number[:-1]) & (
-        (number[1:] == ZERO) | (offset[1:] == offset[:-1] + np.uint64(PAGE))
-    )
-    first = np.flatnonzero(np.concatenate([[True], ~joins]))
-    lengths = np.diff(np.append(first, len(place))) * PAGE
-    return np.stack([number[first], offset[first], lengths.astype(np.uint64)], axis=1)
+    extents["block"][found] = np.array([numbers[block] for block in used.tolist()], np.uint32)[
+        which
+    ]
+    extents["offset"][found] = pages.offset[found]
+    extents["block"][left] = np.array(rest, np.uint32)[place[left] // _REST_PAGES]
+    extents["offset"][left] = place[left] % _REST_PAGES * PAGE
+    return merge(extents)

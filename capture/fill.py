@@ -100,7 +100,7 @@ class Fill:
         self._threads: list[threading.Thread] = []
         self._ahead: list[Blocks] = []
         for _ in range(servers):
-            self._add_thread(self._serve_faults)
+            self._add_thread("faults", self._serve_faults)
         self._stopping = threading.Event()
         self.registered = threading.Event()
         self.filled = threading.Event()
@@ -137,12 +137,12 @@ class Fill:
         """Through each of these, a thread of its own fills. Before `start`; `stop` closes them."""
         for blocks in ways:
             self._ahead.append(blocks)
-            self._add_thread(partial(self._work, blocks))
+            self._add_thread("fill", partial(self._work, blocks))
 
-    def _add_thread(self, work: Callable[[Lane], None]) -> None:
+    def _add_thread(self, name: str, work: Callable[[Lane], None]) -> None:
         lane = Lane()
         self._lanes.append(lane)
-        self._threads.append(threading.Thread(target=self._guarded, args=(work, lane), name="fill"))
+        self._threads.append(threading.Thread(target=self._guarded, args=(work, lane), name=name))
 
     def start(self) -> None:
         """Starts the threads; CRIU may still be at work."""
@@ -231,24 +231,25 @@ class Fill:
 
     def _work(self, ahead: Blocks, lane: Lane) -> None:
         with closing(self._source.open()) as urgent:
-
-            def put(units: list[int], raws: Raws) -> None:
-                while not self._faults.empty() and not self._stopping.is_set():
-                    self._serve_next(lane, urgent)
-                if not self._stopping.is_set() and (claimed := self._claim(units)):
-                    self._put_rows(lane, self._plan.rows(claimed), raws)
-                    self._finished(len(claimed))
-
-            def blocks() -> Iterator[int]:
-                while (units := self._take()) and not self._stopping.is_set():
-                    zero = [unit for unit in units if unit >= self._plan.blocks]
-                    for first in range(0, len(zero), _ZEROS):
-                        put(zero[first : first + _ZEROS], {})
-                    yield from (unit for unit in units if unit < self._plan.blocks)
-
-            for batch in ahead.fetch(blocks()):
+            for batch in ahead.fetch(self._take_blocks(lane, urgent)):
                 raws = dict(batch)
-                put(list(raws), raws)
+                self._put_units(lane, urgent, list(raws), raws)
+
+    def _take_blocks(self, lane: Lane, urgent: Blocks) -> Iterator[int]:
+        """The blocks to fetch; what is zero is put in on the way."""
+        while (units := self._take()) and not self._stopping.is_set():
+            zero = [unit for unit in units if unit >= self._plan.blocks]
+            for first in range(0, len(zero), _ZEROS):
+                self._put_units(lane, urgent, zero[first : first + _ZEROS], {})
+            yield from (unit for unit in units if unit < self._plan.blocks)
+
+    def _put_units(self, lane: Lane, urgent: Blocks, units: list[int], raws: Raws) -> None:
+        """Those of these units that nobody has claimed; whoever waits for memory comes first."""
+        while not self._faults.empty() and not self._stopping.is_set():
+            self._serve_next(lane, urgent)
+        if not self._stopping.is_set() and (claimed := self._claim(units)):
+            self._put_rows(lane, self._plan.rows(claimed), raws)
+            self._finished(len(claimed))
 
     def _take(self) -> list[int]:
         """The next units that nobody has claimed."""

@@ -11,24 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from icefloe.capture import allocator, exact
 from icefloe.capture.assembly import Assembly
 from icefloe.capture.blocks import Blocks
-from icefloe.capture.exact import Beside, Rows, Run, View
-from icefloe.capture.parent import NOWHERE, Parent
+from icefloe.capture.exact import Beside, Run, View
+from icefloe.capture.parent import NOWHERE, Parent, ParentChoice
 from icefloe.capture.windows import CARRY_BYTES, Buffer, Group, OpenFile, Window, Windows
 from icefloe.catalog import LocalStore
 from icefloe.chunker import PAGES, Marks, scan
 from icefloe.errors import BadSource, CorruptManifest
-from icefloe.ids import BlockId, IdPrefix, Name, PackId, block_id
+from icefloe.ids import BlockId, Name, PackId, block_id
 from icefloe.store import manifest as manifests
 from icefloe.store.codecs import Encoded, Encoder, PolicyName, as_it_is
-from icefloe.store.manifest import ImageFile, Manifest
+from icefloe.store.manifest import EXTENT_DTYPE, Extents, ImageFile, Manifest
 from icefloe.store.pack import Kind, StoredBlock
 from icefloe.store.writer import PackWriter
 from icefloe.workers import worker_count
@@ -47,7 +46,7 @@ class IngestOptions:
     workers: int = 0
     pages: tuple[str, ...] = ()
     hurry: bool = False
-    parent: Name | IdPrefix | Literal["none"] | None = None
+    parent: ParentChoice = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,13 +292,13 @@ class Ingest:
                 base = CARRY_BYTES - window.offset
                 views.append(View(window.buffer.bytes[base + start : base + stop], start))
         coded, blocks = self._code_views(window.open, views, worker)
-        rows, path = iter(coded), window.open.path
+        extents, path = iter(coded), window.open.path
         with self._appending.turn(window.sequence):
             for i in range(len(pieces)):
                 if i in zero_lengths:
                     self._assembly.add_zero(path, zero_lengths[i])
                 else:
-                    self._assembly.add_rows(path, next(rows))
+                    self._assembly.add_extents(path, next(extents))
             self._store_blocks(blocks)
             if window.final and window.open.source is not None:
                 window.open.source.close()
@@ -330,39 +329,38 @@ class Ingest:
 
     def _code_views(
         self, file: OpenFile, views: Sequence[View], worker: "_Worker"
-    ) -> tuple[list[Rows], list[StoredBlock]]:
+    ) -> tuple[list[Extents], list[StoredBlock]]:
         """The extents of these blocks, and the stored form of what nobody has yet."""
         ids = [block_id(view.raw) for view in views]
-        runs: list[Run] = []
-        places: list[NDArray[np.int64]] = []
-        rest: list[memoryview] = []
-        beside = self._find_beside(file)
-        if views and beside is not None and worker.parent is not None:
-            with self._claiming:
-                claimed = [self._assembly.has(identity) for identity in ids]
-            known = [a or b for a, b in zip(claimed, self._store.catalog.known(ids), strict=True)]
-            beside.budget.use(sum(len(v.raw) for v, had in zip(views, known, strict=True) if had))
-            if not all(known):
-                there = beside.positions(ids)
-                runs = exact.divide(beside, worker.parent, views, known, there)
-                rest, places = exact.gather(views, runs)
+        runs = self._divide(file, views, ids, worker)
+        rest, places = exact.gather(views, runs)
         divided = {i for run in runs for i in range(run.first, run.last)}
         whole = [i for i in range(len(views)) if i not in divided]
-        raws = [views[i].raw for i in whole]
         every = [ids[i] for i in whole] + list(map(block_id, rest))
-        numbers, blocks = self._code(every, raws + rest, worker)
-        mine, left = iter(numbers), numbers[len(whole) :]
-        bases = self._number_bases(runs)
-        # The rows of a run stand for all of its blocks.
-        coded = [
-            np.zeros((0, 3), np.uint64)
-            if i in divided
-            else np.array([[next(mine), 0, len(view.raw)]], np.uint64)
-            for i, view in enumerate(views)
-        ]
+        numbers, blocks = self._code(every, [views[i].raw for i in whole] + rest, worker)
+        # The extents of a run stand for all of its blocks.
+        coded = [np.zeros(0, EXTENT_DTYPE)] * len(views)
+        for i, number in zip(whole, numbers, strict=False):
+            coded[i] = np.array([(number, 0, len(views[i].raw))], EXTENT_DTYPE)
+        bases, left = self._number_bases(runs), numbers[len(whole) :]
         for run, place in zip(runs, places, strict=True):
             coded[run.first] = exact.rows(run.pages, place, bases, left)
         return coded, blocks
+
+    def _divide(
+        self, file: OpenFile, views: Sequence[View], ids: Sequence[BlockId], worker: "_Worker"
+    ) -> list[Run]:
+        """The blocks that nobody knows, and that have pages of the parent."""
+        beside = self._find_beside(file)
+        if beside is None or worker.parent is None or not views:
+            return []
+        with self._claiming:
+            claimed = [self._assembly.has(identity) for identity in ids]
+        known = [a or b for a, b in zip(claimed, self._store.catalog.known(ids), strict=True)]
+        beside.budget.use(sum(len(v.raw) for v, had in zip(views, known, strict=True) if had))
+        if all(known):
+            return []
+        return exact.divide(beside, worker.parent, views, known, beside.positions(ids))
 
     def _find_beside(self, file: OpenFile) -> Beside | None:
         """Where a file of pages stands beside the same file of the parent."""
@@ -378,9 +376,9 @@ class Ingest:
     def _number_bases(self, runs: Sequence[Run]) -> dict[int, int]:
         """The numbers that the parent's blocks get in this image."""
         parent = self._parent
-        used = {number for run in runs for number in np.unique(run.pages.block).tolist()}
         if parent is None:
             return {}
+        used = {number for run in runs for number in np.unique(run.pages.block).tolist()}
         with self._claiming:
             return {
                 number: self._assembly.number(parent.id(number), parent.length(number))[0]

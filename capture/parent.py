@@ -9,7 +9,7 @@ stored. Nothing is decided by a fingerprint. See docs/format.md, "Page-exact ded
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,9 +48,11 @@ class Pages:
         return Pages(self.block[part], self.offset[part])
 
 
-def open_parent(
-    store: LocalStore, name: Name, parent: Name | IdPrefix | Literal["none"] | None
-) -> "Parent | None":
+ParentChoice: TypeAlias = Name | IdPrefix | Literal["none"] | None
+"""What a user says: this image, none, or nothing."""
+
+
+def open_parent(store: LocalStore, name: Name, parent: ParentChoice) -> "Parent | None":
     """`parent`, or without one the latest image of the same name with any tag, if there is one.
 
     Raises ImageNotFound, UsageError or Corrupt.

@@ -5,7 +5,7 @@ a window, `CutStream` turns what it saw into zero runs and blocks. docs/format.m
 is the specification.
 """
 
-from icefloe.chunker.cuts import CutStream, Piece
+from icefloe.chunker.cuts import CutStream, Piece, runs
 from icefloe.chunker.grains import (
     BYTES,
     MAX_BLOCK,
@@ -29,5 +29,6 @@ __all__ = [
     "Piece",
     "fingerprints",
     "mix",
+    "runs",
     "scan",
 ]

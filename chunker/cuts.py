@@ -63,7 +63,7 @@ class CutStream:
         cuts = (np.flatnonzero(cut) + 1).tolist()
         position = 0
         undecided = count  # blocks may end up to here
-        for start, end in _runs(zero):
+        for start, end in runs(zero):
             long = end - start >= self._grain.min_zero_run or (start == 0 and self._inside_zero_run)
             if long:
                 yield from self._blocks(position, start, start, True, cuts)
@@ -89,7 +89,7 @@ class CutStream:
             start = stop
 
 
-def _runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+def runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """[start, end) of each run of true."""
     padded = np.zeros(len(flags) + 2, np.int8)
     padded[1:-1] = flags

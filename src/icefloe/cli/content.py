@@ -3,7 +3,7 @@
 from os.path import realpath
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,7 +13,7 @@ from icefloe.errors import UsageError
 
 if TYPE_CHECKING:
     from icefloe.capture.ingest import AddResult
-    from icefloe.ids import IdPrefix, Name
+    from icefloe.capture.parent import ParentChoice
 
 
 def _place(context: click.Context, parameter: click.Parameter, value: str) -> Path:
@@ -61,7 +61,7 @@ def stored_json(name: str, result: "AddResult") -> dict[str, Any]:
     }
 
 
-def parent_of(text: str | None) -> "Name | IdPrefix | Literal['none'] | None":
+def parent_of(text: str | None) -> "ParentChoice":
     """The value of --parent. Raises UsageError."""
     from icefloe.ids import parse_reference
 
