@@ -22,8 +22,9 @@ from icefloe.errors import IcefloeError
 from icefloe.store.layout import Layout
 from icefloe.store.reader import BlockReader, Location
 
-# Blocks are handed over in pieces of at most this; while one is used, the next is decoded.
-_SLOT_BYTES = 4 << 20
+# Blocks are handed over in pieces of at most this, the largest block; while one is used, the next
+# is decoded. With larger pieces a process touches more of its memory before it is there.
+_SLOT_BYTES = 1 << 20
 _SLOTS = 2
 
 # A thread can keep about this many processes busy, and of threads, more than this many would
