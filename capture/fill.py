@@ -1,8 +1,8 @@
 """Puts the memory of a checkpoint into the address spaces of a restored process tree.
 
-Threads take units (capture/plan.py) in a given order; a page fault takes its unit first. Each unit
-is claimed by one thread and copied to every space that lacks it, together with its neighbours: one
-thread at a time runs Python, so what is done for each unit would hold up all.
+One thread hands out units (capture/plan.py) in a given order, some at a time, to processes that
+fill them (capture/fillers.py); where there are none, it does so itself. A page fault takes its unit
+first. Each unit is put into every space that lacks it, and counts once, for whoever claims it.
 
 Between looking up where memory is now and the system call that fills it, nothing may move: a
 thread does both under the lock of its own lane, and who applies an event holds all lanes.
@@ -14,29 +14,39 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from icefloe.capture import uffd
 from icefloe.capture.blocks import Blocks, BlockSource
+from icefloe.capture.fillers import MAX_PIECES, PIECE_DTYPE, Fillers, Outcome, Request
 from icefloe.capture.images import PAGE
-from icefloe.capture.plan import Plan, Row
+from icefloe.capture.plan import Plan, Row, Segments
 from icefloe.capture.spaces import Space
 from icefloe.durable import Buffer
 from icefloe.errors import LimitReached
 from icefloe.store.manifest import ZERO
+from icefloe.store.reader import Location
 
 # A fault on memory that the checkpoint doesn't name gets this many zero pages at once. They all
 # map the kernel's one zero page, so they cost nothing but page table entries.
 _ZERO_AROUND = 64 * PAGE
 
-# Units that a thread takes at once, and zero ones that it puts in before it looks for faults.
-_TAKEN = 64
+# Units that are taken at once. The first are wanted soonest, so they are taken a few at a time,
+# and then as many as were taken before, divided by this.
+_FEWEST, _MOST = 4, 64
+_TAKEN_BEFORE = 32
+
+# Zero units that a thread puts in before it looks for faults.
 _ZEROS = 16
+
+# How often to see whether to stop, should no process say so.
+_LOOK_SECONDS = 0.2
 
 # One system call copies at most this: events wait for it, and so do faults.
 _COPY_BYTES = 2 << 20
@@ -47,6 +57,9 @@ _CHANGING_SECONDS = 0.0002
 
 Raws = dict[int, Buffer]
 """The raw bytes of blocks, by their number."""
+
+Locate = Callable[[Sequence[int]], Sequence[Location]]
+"""Where the blocks with these numbers lie."""
 
 _NOBODY = (errno.ESRCH, errno.ENOSPC)  # the process is gone; ENOSPC before Linux 4.18
 
@@ -91,6 +104,8 @@ class Fill:
         self._source = source
         self._order = order
         self._next = 0
+        self._again: list[int] = []
+        self._fillers = Fillers()
         self._spaces: list[tuple[Space, ...]] = [() for _ in plan.tasks]
         self._claimed = np.zeros(plan.units, np.bool_)
         self._claiming = threading.Lock()
@@ -98,7 +113,6 @@ class Fill:
         self._faults: queue.SimpleQueue[Fault | None] = queue.SimpleQueue()
         self._lanes: list[Lane] = []
         self._threads: list[threading.Thread] = []
-        self._ahead: list[Blocks] = []
         for _ in range(servers):
             self._add_thread("faults", self._serve_faults)
         self._stopping = threading.Event()
@@ -133,11 +147,13 @@ class Fill:
         self._spaces[task] += (space,)
         return space
 
-    def read_ahead(self, ways: Sequence[Blocks]) -> None:
-        """Through each of these, a thread of its own fills. Before `start`; `stop` closes them."""
-        for blocks in ways:
-            self._ahead.append(blocks)
-            self._add_thread("fill", partial(self._work, blocks))
+    def fill_by(self, fillers: Fillers, locate: Locate) -> None:
+        """These processes fill; `locate` says where blocks lie. Before `start`; `stop` ends them.
+
+        Without any, a thread does.
+        """
+        self._fillers = fillers
+        self._add_thread("fill", partial(self._dispatch, fillers, locate))
 
     def _add_thread(self, name: str, work: Callable[[Lane], None]) -> None:
         lane = Lane()
@@ -152,22 +168,29 @@ class Fill:
         for thread in self._threads:
             thread.start()
 
+    def in_place(self) -> None:
+        """CRIU has put all memory where it belongs: what is not there from now on is gone."""
+        self.registered.set()
+        self._fillers.register()
+
     def stop(self) -> None:
-        """Ends the threads, whether all is filled or not."""
+        """Ends the threads and processes, whether all is filled or not."""
         self._stopping.set()
+        self._fillers.end()
         for _ in self._threads:
             self._faults.put(None)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-        while self._ahead:
-            self._ahead.pop().close()
+        self._fillers.close()
 
     def read_events(self, space: Space, take: Callable[[uffd.Message], None]) -> None:
         """Reads the space's events and hands them to `take` while nothing else is going on."""
         with self._alone():
             for message in uffd.messages(space.fd):
                 take(message)
+                for start, end in message.concerned():
+                    self._fillers.call_off(space, start, end)
 
     def fork(self, parent: Space, fd: int) -> Space:
         """A child of a space. Only from within `read_events`."""
@@ -182,6 +205,8 @@ class Fill:
             with self._alone():
                 for task, spaces in enumerate(self._spaces):
                     self._spaces[task] = tuple(s for s in spaces if s not in dead)
+                for space in dead:
+                    self._fillers.forget(space)
         return dead
 
     def faulted(self, fault: Fault) -> None:
@@ -207,15 +232,11 @@ class Fill:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """No thread is filling meanwhile."""
-        taken = []
-        try:
+        with ExitStack() as stack:
             for lane in self._lanes:
-                lane.lock.acquire()
-                taken.append(lane)
+                stack.enter_context(lane.lock)
+            stack.enter_context(self._fillers.held())
             yield
-        finally:
-            for lane in taken:
-                lane.lock.release()
 
     def _guarded(self, work: Callable[[Lane], None], lane: Lane) -> None:
         try:
@@ -228,6 +249,100 @@ class Fill:
         with closing(self._source.open()) as blocks:
             while (fault := self._faults.get()) is not None:
                 self._serve(lane, blocks, fault)
+
+    def _dispatch(self, fillers: Fillers, locate: Locate, lane: Lane) -> None:
+        with closing(self._source.open()) as own:
+            while fillers.alive and not self._stopping.is_set():
+                while fillers.ready and (units := self._take()):
+                    self._ask(fillers, locate, units, lane, own)
+                if not fillers.busy:
+                    return
+                for request, count, outcome in fillers.answers(_LOOK_SECONDS):
+                    self._settle(request, count, outcome, lane, own)
+            self._work(own, lane)  # what is left when no process is
+
+    def _ask(
+        self, fillers: Fillers, locate: Locate, units: list[int], lane: Lane, own: Blocks
+    ) -> None:
+        """Has these units filled, or as many of them as one request can have."""
+        located = iter(locate([unit for unit in units if unit < self._plan.blocks]))
+        locations = [next(located) if unit < self._plan.blocks else None for unit in units]
+        segments = self._plan.table(units)
+        with lane.lock:
+            pieces, spaces = self._pieces(segments)
+            if len(pieces) <= MAX_PIECES:
+                fillers.ask(Request(units, locations, segments, pieces, spaces))
+                return
+        if len(units) == 1:
+            self._put_unit(lane, own, units[0])
+        else:
+            self._put_back(units[len(units) // 2 :])
+            self._ask(fillers, locate, units[: len(units) // 2], lane, own)
+
+    def _pieces(self, segments: Segments) -> tuple[NDArray[np.void], list[Space]]:
+        """What of these is to be filled now, and in which spaces. Under the lane's lock."""
+        parts = [np.zeros(0, PIECE_DTYPE)]
+        spaces: list[Space] = []
+        for task in segments.tasks():
+            mine = segments.of(task)
+            for space in self._spaces[task]:
+                lacking = mine[self._lacks(space, mine)]
+                if space.alive and len(lacking.rows):
+                    part = _pieces_of(space, lacking)
+                    part["space"] = len(spaces)
+                    parts.append(part)
+                    spaces.append(space)
+        pieces = np.concatenate(parts)
+        return pieces[np.argsort(pieces["unit"], kind="stable")], spaces
+
+    def _there(self, space: Space, segments: Segments) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+        """What says of the segments of a space whether they were put in; where it says so."""
+        at = segments.rows["number"].astype(np.intp) - self._plan.bounds[space.task]
+        return np.frombuffer(space.done, np.uint8), at
+
+    def _lacks(self, space: Space, segments: Segments) -> NDArray[np.bool_]:
+        """Which of these segments of its task have not been put into a space."""
+        there, at = self._there(space, segments)
+        lacking: NDArray[np.bool_] = there[at] == 0
+        return lacking
+
+    def _settle(
+        self, request: Request, count: int, outcome: Outcome, lane: Lane, own: Blocks
+    ) -> None:
+        """`count` units of a request were filled: notes it, and what becomes of the others."""
+        units = request.units
+        filled = request.segments[request.segments.unit < count]
+        with lane.lock:
+            lacking = {units[i] for i in self._note(request, filled)}
+        self._put_back([*lacking, *units[count + (outcome is Outcome.TROUBLE) :]])
+        finished = self._claim([unit for unit in units[:count] if unit not in lacking])
+        lane.filled_bytes += int(self._plan.table(finished).rows["length"].sum())
+        self._finished(len(finished))
+        if outcome is Outcome.TROUBLE and not self._stopping.is_set():
+            self._put_unit(lane, own, units[count])
+
+    def _note(self, request: Request, filled: Segments) -> set[int]:
+        """These were put into the spaces of the request; the units that another space lacks."""
+        lacking: set[int] = set()
+        for task in filled.tasks():
+            mine = filled.of(task)
+            for space in self._spaces[task]:
+                if space in request.spaces:
+                    there, at = self._there(space, mine)
+                    there[at] = 1
+                elif space.alive:  # forked meanwhile
+                    lacking.update(mine.unit[self._lacks(space, mine)].tolist())
+        return lacking
+
+    def _put_back(self, units: Sequence[int]) -> None:
+        """Somebody shall take these again."""
+        with self._claiming:
+            self._again += units
+
+    def _put_unit(self, lane: Lane, own: Blocks, unit: int) -> None:
+        """Puts one unit in without anybody's help."""
+        raws = dict(next(own.fetch([unit]))) if unit < self._plan.blocks else {}
+        self._put_units(lane, own, [unit], raws)
 
     def _work(self, ahead: Blocks, lane: Lane) -> None:
         with closing(self._source.open()) as urgent:
@@ -255,9 +370,13 @@ class Fill:
         """The next units that nobody has claimed."""
         assert self._order is not None
         with self._claiming:
-            while self._next < len(self._order):
-                units = self._order[self._next : self._next + _TAKEN]
-                self._next += _TAKEN
+            while self._again or self._next < len(self._order):
+                if self._again:
+                    units, self._again = np.array(self._again[:_MOST]), self._again[_MOST:]
+                else:
+                    count = min(max(self._next // _TAKEN_BEFORE, _FEWEST), _MOST)
+                    units = self._order[self._next : self._next + count]
+                    self._next += count
                 if len(units := units[~self._claimed[units]]):
                     found: list[int] = units.tolist()
                     return found
@@ -273,7 +392,7 @@ class Fill:
     def _finished(self, units: int) -> None:
         with self._claiming:
             self._left -= units
-            if not self._left:
+            if units and not self._left:
                 self._finish()
 
     def _finish(self) -> None:
@@ -418,6 +537,26 @@ class Fill:
                 limit = max(limit, end - origin)
             origin += moved
             source += moved if source else 0
+
+
+def _pieces_of(space: Space, segments: Segments) -> NDArray[np.void]:
+    """Where these are in a space by now, as far as they are still there (PIECE_DTYPE)."""
+    rows = segments.rows
+    if space.ranges is None:
+        pieces = np.zeros(len(rows), PIECE_DTYPE)
+        pieces["address"], pieces["unit"] = rows["vaddr"], segments.unit
+        pieces["length"], pieces["offset"] = rows["length"], rows["offset"]
+        return pieces
+    found: list[tuple[int, int, int, int, int, int]] = []
+    for (vaddr, length, offset, *_), unit in zip(
+        rows.tolist(), segments.unit.tolist(), strict=True
+    ):
+        origin, end = vaddr, vaddr + length
+        while origin < end and (there := space.where(origin, end)) is not None:
+            first, address, size = there
+            found.append((address, size, offset + first - vaddr, 0, unit, 0))
+            origin = first + size
+    return np.array(found, PIECE_DTYPE)
 
 
 def _address(raw: Buffer) -> int:

@@ -140,7 +140,7 @@ class LazyDoor:
         word = connection.recv(len(_FINISHED), socket.MSG_WAITALL)
         if word == _FINISHED:
             self.resumed_at = time.monotonic()
-            self._fill.registered.set()
+            self._fill.in_place()
         self._poll.unregister(connection.fileno())
         if word != _FINISHED:
             raise CriuFailed("CRIU gave up while it restored", "see its log")

@@ -5,6 +5,7 @@ that is zero. Blocks have their number in the manifest, zero segments follow.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,27 @@ _ROW_DTYPE = np.dtype(
 
 Row = tuple[int, int, int, int, int, int]
 """A segment: vaddr, length, offset in the block, task, number, block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Some segments as a table; `unit` is the index of the unit that each belongs to."""
+
+    rows: NDArray[np.void]
+    unit: NDArray[np.intp]
+
+    def tasks(self) -> list[int]:
+        """Whose they are."""
+        found: list[int] = np.unique(self.rows["task"]).tolist()
+        return found
+
+    def of(self, task: int) -> "Segments":
+        """Those of one task."""
+        mine = self.rows["task"] == task
+        return Segments(self.rows[mine], self.unit[mine])
+
+    def __getitem__(self, which: NDArray[np.bool_]) -> "Segments":
+        return Segments(self.rows[which], self.unit[which])
 
 
 class Plan:
@@ -75,12 +97,22 @@ class Plan:
 
     def rows(self, units: Sequence[int]) -> list[Row]:
         """The segments of these units (each once), by task and address."""
+        which, _ = self._segments(units)
+        found: list[Row] = self._by_address[np.sort(which)].tolist()
+        return found
+
+    def table(self, units: Sequence[int]) -> Segments:
+        """The same as a table, unit by unit."""
+        which, counts = self._segments(units)
+        return Segments(self._by_address[which], np.repeat(np.arange(len(units)), counts))
+
+    def _segments(self, units: Sequence[int]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """The numbers of the segments of these units, one unit after the other, and how many."""
         first = np.searchsorted(self._sorted_units, units)
         counts = np.searchsorted(self._sorted_units, units, side="right") - first
         ends = np.cumsum(counts)
         which = np.repeat(first - ends + counts, counts) + np.arange(counts.sum())
-        found: list[Row] = self._by_address[np.sort(self._numbers[which])].tolist()
-        return found
+        return self._numbers[which], counts
 
     def row(self, number: int) -> list[Row]:
         """One segment alone."""

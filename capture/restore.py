@@ -18,9 +18,9 @@ from icefloe import durable
 from icefloe.capture import allocator, criu, fit, gate, images, scratch, tracing, uffd
 from icefloe.capture.blocks import StoreSource
 from icefloe.capture.cuda import OpenCuda
-from icefloe.capture.decoders import start_decoders
 from icefloe.capture.directory import CriuFiles, files_for_criu
 from icefloe.capture.fill import Fill
+from icefloe.capture.fillers import start_fillers
 from icefloe.capture.fit import Mismatch
 from icefloe.capture.guard import Guard
 from icefloe.capture.images import Columns
@@ -286,7 +286,7 @@ def _restore_lazily(
     try:
         with run.criu("--lazy-pages") as process:
             if options.fill:  # while CRIU gets going
-                fill.read_ahead(start_decoders(source, workers))
+                fill.fill_by(start_fillers(store.layout, workers), source.locate)
             with run.blaming(process):
                 door.connect(lambda: process.poll() is not None)
                 door.serve(lambda: process.poll() is not None)

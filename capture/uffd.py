@@ -45,6 +45,16 @@ class Message:
     b: int
     c: int
 
+    def concerned(self) -> tuple[tuple[int, int], ...]:
+        """The addresses [start, end) at which something has changed."""
+        if self.event == PAGEFAULT:
+            return ()
+        if self.event == FORK:
+            return ((0, (1 << 64) - 1),)
+        if self.event == REMAP:
+            return (self.a, self.a + self.c), (self.b, self.b + self.c)
+        return ((self.a, self.b),)
+
 
 def probe() -> str | None:
     """Why userfaultfd can't be used here as CRIU uses it, None when it can."""

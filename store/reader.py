@@ -50,9 +50,18 @@ class Location(NamedTuple):
 class BlockReader:
     """Yields the raw bytes of blocks; every one hashes to its id."""
 
-    def __init__(self, layout: Layout, pinned: Mapping[PackId, int] | None = None) -> None:
-        """`pinned` are packs that somebody else keeps open, and their descriptors."""
+    def __init__(
+        self,
+        layout: Layout,
+        pinned: Mapping[PackId, int] | None = None,
+        raw_bytes: int = _RAW_BYTES,
+    ) -> None:
+        """`pinned` are packs that somebody else keeps open, and their descriptors.
+
+        Blocks are decoded together up to `raw_bytes`.
+        """
         self._layout = layout
+        self._raw_bytes = raw_bytes
         self._pinned = pinned or {}
         self._decoder = Decoder()
         self._buffer = memoryview(mmap.mmap(-1, _READ_BYTES))
@@ -84,19 +93,19 @@ class BlockReader:
 
     def read_batches(self, locations: Sequence[Location]) -> Iterator[list[Buffer]]:
         """Like `read`, but as many at a time as are decoded together."""
-        for spans in _batches(locations):
+        for spans in _batches(locations, self._raw_bytes):
             yield self._verified(*self._payloads(spans))
 
     def read_into(self, locations: Sequence[Location], into: memoryview) -> None:
         """Like `read`, but puts the raw bytes into a buffer, one after the other."""
-        for spans in _batches(locations):
+        for spans in _batches(locations, self._raw_bytes):
             batch, payloads = self._payloads(spans)
             self._verified(batch, payloads, into)
             into = into[sum(at.raw for at in batch) :]
 
     def read_stored(self, locations: Sequence[Location]) -> Iterator[tuple[memoryview, Buffer]]:
         """Like `read`, but yields the payload as it is stored, and the raw bytes."""
-        for spans in _batches(locations):
+        for spans in _batches(locations, self._raw_bytes):
             batch, payloads = self._payloads(spans)
             yield from zip(payloads, self._verified(batch, payloads), strict=True)
 
@@ -175,7 +184,7 @@ class BlockReader:
             raise CorruptBlock(self.path(at.pack), at.offset, at.id, str(error)) from error
 
 
-def _batches(locations: Iterable[Location]) -> Iterator[list[list[Location]]]:
+def _batches(locations: Iterable[Location], raw_bytes: int) -> Iterator[list[list[Location]]]:
     """What is decoded together, split where one read would cross a wide gap or another pack."""
     spans: list[list[Location]] = []
     stored = raw = 0
@@ -187,7 +196,7 @@ def _batches(locations: Iterable[Location]) -> Iterator[list[list[Location]]]:
             and 0 <= at.offset - before.end <= _MAX_GAP
         )
         more = at.end - before.end if joins and before is not None else at.stored
-        if spans and (stored + more > _READ_BYTES or raw + at.raw > _RAW_BYTES):
+        if spans and (stored + more > _READ_BYTES or raw + at.raw > raw_bytes):
             yield spans
             spans, stored, raw, joins, more = [], 0, 0, False, at.stored
         if joins:

@@ -20,6 +20,7 @@ from icefloe.durable import Buffer
 from icefloe.errors import MissingPack
 from icefloe.store.layout import Layout
 from icefloe.store.manifest import ZERO
+from icefloe.store.reader import Location
 
 BLOCK_PAGES = 16
 ZEROS = digest(bytes(PAGE))
@@ -50,6 +51,10 @@ class FakeSource:
         """See BlockSource."""
         self.opened += 1
         return self
+
+    def locate(self, numbers: Sequence[int]) -> list[Location]:
+        """Nobody needs to know."""
+        raise AssertionError("these blocks lie nowhere")
 
     def fetch(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """See Blocks."""

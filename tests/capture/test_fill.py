@@ -23,6 +23,7 @@ from puppet import PAGE, Puppet, digest
 
 from icefloe.capture import uffd
 from icefloe.capture.fill import Fault, Fill
+from icefloe.capture.fillers import Fillers
 from icefloe.capture.plan import Plan
 from icefloe.capture.spaces import Space
 from icefloe.errors import MissingPack
@@ -84,10 +85,11 @@ def served(
     lazy = {pid: segments(rows[pid]) for pid in puppets}
     plan = Plan(list(puppets), lazy, len(source.blocks) + 1)
     fill = Fill(plan, source, plan.order() if ahead else None, 1 if ahead else workers)
-    fill.read_ahead([source.open() for _ in range(workers if ahead else 0)])
+    if ahead:
+        fill.fill_by(Fillers(), source.locate)
     spaces = [fill.add_space(task, puppet.fd) for task, puppet in enumerate(puppets.values())]
     if registered:
-        fill.registered.set()
+        fill.in_place()
     fill.start()
     try:
         yield Served(fill, spaces)
@@ -159,7 +161,7 @@ def test_memory_that_is_registered_late() -> None:
             assert not at_work.fill.filled_bytes
             puppet.ask("register", 0)
             at_work.pump(lambda: at_work.fill.filled_bytes > 0)
-            at_work.fill.registered.set()
+            at_work.fill.in_place()
             at_work.pump(at_work.fill.filled.is_set)
             assert at_work.ask(puppet, "read", 0, PAGES) == wanted(rows, puppet.address)
 

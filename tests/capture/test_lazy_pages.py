@@ -14,6 +14,7 @@ from puppet import PAGE, Puppet
 
 from icefloe.capture import uffd
 from icefloe.capture.fill import Fill
+from icefloe.capture.fillers import Fillers
 from icefloe.capture.guard import Guard
 from icefloe.capture.lazy_pages import SOCKET, LazyDoor
 from icefloe.capture.plan import Plan
@@ -67,7 +68,8 @@ def opened(
     lazy = {pid: segments(layout(p.address)) for pid, p in tasks.items() if p is not None}
     plan = Plan(list(tasks), lazy, len(BLOCKS))
     fill = Fill(plan, source, plan.order() if ahead else None, 1 if ahead else 2)
-    fill.read_ahead([source.open() for _ in range(2 if ahead else 0)])
+    if ahead:
+        fill.fill_by(Fillers(), source.locate)
     door = LazyDoor(folder, plan, fill, Guard(None))
     try:
         yield door, fill
