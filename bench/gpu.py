@@ -64,6 +64,7 @@ class Worker:
 
     log: Path
     process: subprocess.Popen[bytes]
+    captured_at: int = 0
 
     @property
     def pid(self) -> int:
@@ -124,10 +125,12 @@ def icefloe(store: Path, *words: str | Path) -> dict[str, Any]:
 
 
 def captured(store: Path, name: str, worker: Worker, *more: str) -> dict[str, Any]:
-    """`icefloe capture` of a worker."""
+    """`icefloe capture` of a worker; `steps` is how many it made since the one before."""
+    steps = len(worker.lines("step"))
     answer = icefloe(store, "capture", name, "--pid", str(worker.pid), *more)
     answer["without_cuda"] = answer["frozen_seconds"] - answer["cuda_seconds"]
     answer["stored_share"] = answer["stored_bytes"] / answer["logical_bytes"]
+    answer["steps"], worker.captured_at = steps - worker.captured_at, steps
     shown = {
         key: answer[key] for key in ("wall", "frozen_seconds", "logical_bytes", "stored_bytes")
     }
@@ -247,8 +250,13 @@ def measure(
         warm_memory(options.warm, WARM_PARTS)
         captures["second"] = captured(store, "one:2", worker, "--leave-running")
         worker.verify()
+        # While the first capture coded its blocks anew, the worker went on. Now it has few steps.
+        worker.wait_steps(STEPS_BETWEEN)
+        warm_memory(options.warm, WARM_PARTS)
+        captures["third"] = captured(store, "one:3", worker, "--leave-running")
+        worker.verify()
         # From here on the worker ends and comes back, turn by turn: from what CRIU dumps now, and
-        # from the image of the second capture.
+        # from the image of the third capture.
         warm_memory(options.warm, WARM_PARTS)
         found["criu_dump"] = rival.dump(worker)
         warm_memory(options.warm, WARM_PARTS)
@@ -257,7 +265,7 @@ def measure(
         reap(worker.pid)
         for number in range(options.runs):
             warm_memory(options.warm, WARM_PARTS)
-            found["restores"].append(restored(store, "one:2", worker))
+            found["restores"].append(restored(store, "one:3", worker))
             worker.verify()
             reap(worker.pid)
             if number == 0:
@@ -275,7 +283,9 @@ def measure(
 def report(found: dict[str, Any]) -> list[Bar]:
     """Prints the tables; returns the promises."""
     dump, captures = found["criu_dump"], found["captures"]
-    rows = [["criu dump to tmpfs", f"{dump['cuda']:.2f}", f"{dump['criu']:.2f}", "-", "-", "-"]]
+    rows = [
+        ["criu dump to tmpfs", f"{dump['cuda']:.2f}", f"{dump['criu']:.2f}", "-", "-", "-", "-"]
+    ]
     for name, one in captures.items():
         rows.append(
             [
@@ -285,9 +295,18 @@ def report(found: dict[str, Any]) -> list[Bar]:
                 f"{one['frozen']['cuda_resume']:.2f}",
                 human(one["stored_bytes"]),
                 f"{100 * one['stored_share']:.3f} %",
+                f"{one['steps']}",
             ]
         )
-    heads = ["capture", "CUDA suspend s", "without CUDA s", "CUDA wake s", "stored", "of the image"]
+    heads = [
+        "capture",
+        "CUDA suspend s",
+        "without CUDA s",
+        "CUDA wake s",
+        "stored",
+        "of the image",
+        "steps",
+    ]
     table(f"a worker of {human(dump['bytes'])}, standing still", heads, rows)
     eager = [one["second_step"] for one in found["criu_restores"]]
     lazy = [one["second_step"] for one in found["restores"]]
@@ -300,12 +319,13 @@ def report(found: dict[str, Any]) -> list[Bar]:
     keys = ("before_criu", "criu_seconds", "cuda_seconds", "criu_and_fill", "faults")
     rows = [[f"{one[key]:.3f}" for key in keys] for one in found["restores"]]
     table("where icefloe's time goes", keys, rows)
-    first = max(captures["first"]["without_cuda"], captures["second"]["without_cuda"])
+    first = max(one["without_cuda"] for one in captures.values())
     other = captures["other worker, ended"]["stored_share"]
     return [
         Bar("capture without CUDA, over criu dump", first / dump["criu"], 1, True),
         Bar("capture without CUDA, seconds", first, 5, True),
         Bar("stored by a second capture, %", 100 * captures["second"]["stored_share"], 0.5, True),
+        Bar("stored by the third, %", 100 * captures["third"]["stored_share"], 0.05, True),
         Bar("stored for a 2nd worker, %", 100 * other, 2, True),
         Bar("second GPU step: times as soon as criu", min(eager) / min(lazy), 4),
         Bar("CRIU and fill, s", min(one["criu_and_fill"] for one in found["restores"]), 1.5, True),
