@@ -1,31 +1,37 @@
 """How small does each codec make weights and heap, and how fast, on one core?
 
 Blocks of 256 KiB: normally distributed weights as bf16, fp16 and fp32, and what a Python heap
-looks like. Beside what the policies choose: lz4, and zstd level 1. Every way runs in turns, and
-everything that is decoded is compared. GB/s of raw bytes.
+looks like. Beside what `balanced` chooses: lz4, and zstd level 1. Then the policies, on the mixed
+image that bench/images.py makes: what `auto` goes by. Every way runs in turns, and everything that
+is decoded is compared. GB/s of raw bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import images
 import lz4.block
 import numpy as np
 import zstandard
 from common import Bar, BenchError, arguments, bars_table, main_guard, table, write_json
 
 from icefloe.store.codecs import Codec, Decoder, Encoder
+from icefloe.store.policies import POLICIES, PolicyName
 
 BLOCK = 256 << 10
 ROUNDS = 7
 
 Coded = Sequence[tuple[int, bytes]]
 Decoded = Sequence[bytes | bytearray | memoryview]
+Maker = Callable[[list[bytes]], tuple[Callable[[], Coded], Callable[[Coded], Decoded]]]
 
 
 def weights(blocks: int, seed: int) -> dict[str, list[bytes]]:
@@ -57,9 +63,20 @@ def cut(content: bytes) -> list[bytes]:
     return [content[i : i + BLOCK] for i in range(0, len(content), BLOCK)]
 
 
-def ours(blocks: list[bytes]) -> tuple[Callable[[], Coded], Callable[[Coded], Decoded]]:
-    """What the policy `balanced` does."""
-    encoder, decoder = Encoder("balanced"), Decoder()
+def image(size: int, seed: int) -> list[bytes]:
+    """Blocks of what a process may hold; zero ones are never coded."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "image"
+        images.mixed(path, size, seed)
+        content = b"".join(file.read_bytes() for file in sorted(path.rglob("pages-*.img")))
+    return [block for block in cut(content) if len(block) == BLOCK and any(block)]
+
+
+def by_policy(
+    policy: PolicyName, blocks: list[bytes]
+) -> tuple[Callable[[], Coded], Callable[[Coded], Decoded]]:
+    """What a policy does."""
+    encoder, decoder = Encoder(policy), Decoder()
 
     def encode() -> Coded:
         coded = [encoder.encode(memoryview(block)) for block in blocks]
@@ -91,7 +108,12 @@ def lz4_block(blocks: list[bytes]) -> tuple[Callable[[], Coded], Callable[[Coded
     )
 
 
-WAYS = {"balanced": ours, "zstd level 1": zstd_1, "lz4": lz4_block}
+WAYS: dict[str, Maker] = {
+    "balanced": partial(by_policy, "balanced"),
+    "zstd level 1": zstd_1,
+    "lz4": lz4_block,
+}
+BY_POLICY: dict[str, Maker] = {name: partial(by_policy, name) for name in POLICIES}
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -101,9 +123,9 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, found
 
 
-def measure(blocks: list[bytes]) -> dict[str, dict[str, Any]]:
+def measure(blocks: list[bytes], makers: Mapping[str, Maker] = WAYS) -> dict[str, dict[str, Any]]:
     """Every way on the same blocks, in turns. Raises BenchError for wrong bytes."""
-    ways = {name: make(blocks) for name, make in WAYS.items()}
+    ways = {name: make(blocks) for name, make in makers.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     found: dict[str, dict[str, Any]] = {}
     size = sum(map(len, blocks))
@@ -130,6 +152,7 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
         kind: measure(blocks)
         for kind, blocks in (*weights(count, options.seed).items(), ("heap", heap(count)))
     }
+    results["policies"] = measure(image(8 * options.bytes, options.seed), BY_POLICY)
     for kind, ways in results.items():
         rows = [
             [

@@ -50,7 +50,7 @@ from common import (
 from images import HEAP, WEIGHTS, mixed, plan, with_changes, with_insertions
 from rivals import Round, one_round, references, rivals
 
-from icefloe.store.codecs import POLICIES
+from icefloe.store.policies import POLICIES
 
 ADD_TIMES_FASTER = 2.0
 INSERTED_TIMES_FASTER = 5.0

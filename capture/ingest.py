@@ -26,9 +26,10 @@ from icefloe.chunker import PAGES, Marks, scan
 from icefloe.errors import BadSource, CorruptManifest
 from icefloe.ids import BlockId, Name, PackId, block_id
 from icefloe.store import manifest as manifests
-from icefloe.store.codecs import Encoded, Encoder, PolicyName, as_it_is
+from icefloe.store.codecs import Encoded, Encoder, as_it_is
 from icefloe.store.manifest import EXTENT_DTYPE, Extents, ImageFile, Manifest
 from icefloe.store.pack import Kind, StoredBlock
+from icefloe.store.policies import PolicyName
 from icefloe.store.writer import PackWriter
 from icefloe.workers import worker_count
 

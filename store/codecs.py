@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import lz4.block
 import zstandard
@@ -20,6 +20,7 @@ import zstandard
 from icefloe.durable import Buffer
 from icefloe.store import planes
 from icefloe.store.planes import MAX_SAMPLE
+from icefloe.store.policies import POLICIES, PolicyName
 
 
 class Codec(IntEnum):
@@ -39,39 +40,6 @@ _WIDTHS: dict[int, planes.Width] = {Codec.PLANES2_ZSTD: 2, Codec.PLANES4_ZSTD: 4
 
 # What the payload of planes begins with: the stored length of each. As long as the plane: raw.
 _TABLES = {2: struct.Struct("<2I"), 4: struct.Struct("<4I")}
-
-PolicyName = Literal["fast", "balanced", "small"]
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Trades time against stored bytes. Ratios are stored / raw bytes of a sample."""
-
-    zstd: zstandard.ZstdCompressionParameters | None  # None: lz4 only
-    worth: float  # a block whose sample shrinks to less than this is compressed
-
-    def compressor(self) -> zstandard.ZstdCompressor | None:
-        """A compressor of its own for each thread."""
-        return None if self.zstd is None else zstandard.ZstdCompressor(compression_params=self.zstd)
-
-
-# The strategy of zstd's level 3 with the small tables of level 1: as fast as level 1 on memory,
-# and 4 % smaller. The window takes the largest block.
-_BALANCED = zstandard.ZstdCompressionParameters(
-    strategy=zstandard.STRATEGY_DFAST,
-    min_match=6,
-    hash_log=15,
-    chain_log=14,
-    search_log=1,
-    target_length=0,
-    window_log=20,
-)
-
-POLICIES: dict[PolicyName, Policy] = {
-    "fast": Policy(zstd=None, worth=0.90),
-    "balanced": Policy(zstd=_BALANCED, worth=0.95),
-    "small": Policy(zstd=zstandard.ZstdCompressionParameters.from_level(6), worth=0.99),
-}
 
 # The sample: enough places to see a mixed block, small enough to cost a twentieth of coding it.
 _SAMPLES = 4

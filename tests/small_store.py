@@ -13,7 +13,7 @@ from icefloe.capture.export import export_image
 from icefloe.capture.ingest import AddResult, IngestOptions
 from icefloe.catalog import LocalStore
 from icefloe.ids import BlockId, parse_name
-from icefloe.store.codecs import PolicyName
+from icefloe.store.policies import PolicyName
 
 Tree = dict[str, bytes]
 """Path and bytes of each file; folders are those that the paths need."""

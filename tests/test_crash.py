@@ -161,12 +161,14 @@ COMMANDS = {
     "tag": (("tag", "first", "second"), "second:latest"),
     "rm": (("rm", "first"), "first:latest"),
     "gc": (("gc",), None),
+    "repack": (("gc", "--repack", "--policy", "fast"), None),
 }
 
 
 CASES = [
     *((command, loss) for command in ("add", "tag", "rm", "gc") for loss in Loss),
     ("add in place of another", Loss.UNSYNCED),
+    ("repack", Loss.UNSYNCED),
 ]
 
 

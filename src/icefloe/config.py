@@ -2,8 +2,9 @@
 
     [store]
     path = "/var/lib/icefloe"
-    policy = "balanced"     # fast, balanced, small
+    policy = "balanced"     # fast, balanced, small; auto: as link and cores suggest
     workers = 0             # threads; 0: one a core
+    link = "10g"            # bits a second to other nodes, for auto; default: as the system says
 
     [capture]
     criu = "criu"           # the CRIU to run, a name or a path
@@ -24,13 +25,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from icefloe.errors import UsageError
-from icefloe.store.codecs import PolicyName
+from icefloe.link import link_speed
+from icefloe.store.policies import PolicyName, choose
+from icefloe.workers import worker_count
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_LINK_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_LINK = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 
 _KEYS = {
-    "store": ("path", "policy", "workers"),
+    "store": ("path", "policy", "workers", "link"),
     "capture": ("criu", "cuda_timeout"),
     "gc": ("grace",),
 }
@@ -38,11 +43,15 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the commands are told. `grace_seconds` is the default of `gc --grace`."""
+    """What the commands are told. `grace_seconds` is the default of `gc --grace`.
+
+    `link` is in bits a second, None when nobody said.
+    """
 
     store: Path
     policy: PolicyName
     workers: int
+    link: float | None
     criu: str
     cuda_seconds: float
     grace_seconds: float
@@ -68,11 +77,13 @@ def load(file: Path | None, store: Path | None, environment: Mapping[str, str]) 
             variable = f"ICEFLOE_{section.upper()}_{key.upper()}"
             if variable in environment:
                 values[f"{section}.{key}"] = environment[variable]
+    workers, link = _workers(values.get("store.workers", 0)), _link(values.get("store.link"))
     path = store or environment.get("ICEFLOE_STORE") or _text("store.path", values)
     return Config(
         store=Path(path) if path else _default_store(environment),
-        policy=_policy(values.get("store.policy", "balanced")),
-        workers=_workers(values.get("store.workers", 0)),
+        policy=parse_policy(values.get("store.policy", "balanced"), link, workers),
+        workers=workers,
+        link=link,
         criu=_text("capture.criu", values) or "criu",
         cuda_seconds=parse_duration(str(values.get("capture.cuda_timeout", "5m"))),
         grace_seconds=parse_duration(str(values.get("gc.grace", "0s"))),
@@ -120,12 +131,24 @@ def _text(key: str, values: Mapping[str, object]) -> str | None:
     raise UsageError(f"{key} is {value!r}", "write it in quotes")
 
 
-def _policy(value: object) -> PolicyName:
+def parse_policy(value: object, link: float | None, workers: int) -> PolicyName:
+    """The policy of this name; `auto` is decided here. Raises UsageError."""
+    if value == "auto":
+        return choose(link or link_speed(), worker_count(workers))
     for policy in get_args(PolicyName):
         if value == policy:
             known: PolicyName = policy
             return known
-    raise UsageError(f"unknown policy {value!r}", "use fast, balanced or small")
+    raise UsageError(f"unknown policy {value!r}", "use fast, balanced, small or auto")
+
+
+def _link(value: object) -> float | None:
+    if value is None:
+        return None
+    match = _LINK.fullmatch(str(value))
+    if not match or not float(match[1]):
+        raise UsageError(f"store.link is {value!r}", "write bits a second, like 10g or 400m")
+    return float(match[1]) * _LINK_UNITS[match[2]]
 
 
 def _workers(value: object) -> int:

@@ -30,8 +30,8 @@ from icefloe.gc.recompress import recompress
 from icefloe.gc.removal import remove
 from icefloe.gc.sweep import GcOptions, collect
 from icefloe.ids import BlockId, IdPrefix, parse_name, parse_reference
-from icefloe.store.codecs import PolicyName
 from icefloe.store.manifest import ZERO, Manifest
+from icefloe.store.policies import PolicyName
 
 PAGE = 4096
 FILE = "pages-1.img"

@@ -26,7 +26,7 @@ from icefloe.capture.windows import SMALL_FILE, WINDOW_BYTES
 from icefloe.catalog import LocalStore, open_store
 from icefloe.errors import BadSource, ExportExists
 from icefloe.ids import parse_name
-from icefloe.store.codecs import PolicyName
+from icefloe.store.policies import PolicyName
 
 IS_ROOT = os.geteuid() == 0
 MIB = 1 << 20

@@ -178,6 +178,19 @@ def test_gc_json(filled: Line) -> None:
     for key in promised - {"seconds", "freed_bytes"}:
         assert dry[key] == done[key], key
     assert filled.json("gc")["blocks_removed"] == 0
+
+
+def test_gc_repacks(filled: Line) -> None:
+    """By the policy that is named, or the configured one."""
+    text = b"".join(b"line %d of many, much like all the others\n" % i for i in range(20_000))
+    filled("add", filled.tree("text", {"pages-1.img": text}), "text")
+    assert filled.json("gc")["repacked_bytes"] == 0
+    assert filled.json("gc", "--repack", "--policy", "fast")["repacked_bytes"] < 0
+    assert filled.json("gc", "--repack")["repacked_bytes"] > 0
+    assert " less\n" in filled("gc", "--repack", "--policy", "small").out
+    fails(filled("gc", "--policy", "small"), 2, "give --repack as well")
+    fails(filled("gc", "--repack", "--dry-run"), 2, "leave out --dry-run")
+    fails(filled("gc", "--repack", "--policy", "best"), 2, "unknown policy 'best'")
     assert filled.json("check", "--read-data")["ok"]
 
 

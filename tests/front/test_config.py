@@ -100,6 +100,8 @@ def test_a_named_file_must_exist(tmp_path: Path) -> None:
         ("[store", "cannot use"),
         ("[store]\npolicy = 'best'", "unknown policy 'best'"),
         ("[store]\npolicy = 1", "unknown policy 1"),
+        ("[store]\nlink = 'fast'", "store.link is 'fast'"),
+        ("[store]\nlink = '0g'", "store.link is '0g'"),
         ("[store]\nworkers = -1", "store.workers is -1"),
         ("[store]\nworkers = 1.5", "store.workers is 1.5"),
         ("[store]\nworkers = true", "store.workers is True"),
@@ -153,3 +155,10 @@ def test_any_duration(text: str) -> None:
     except UsageError:
         return
     assert seconds >= 0
+
+
+@pytest.mark.parametrize(("link", "policy"), [("1g", "balanced"), ("100g", "fast")])
+def test_auto_goes_by_the_link(tmp_path: Path, link: str, policy: str) -> None:
+    environment = {"ICEFLOE_STORE_LINK": link, "ICEFLOE_STORE_POLICY": "auto"}
+    config = load(None, tmp_path, environment | {"ICEFLOE_STORE_WORKERS": "2"})
+    assert config.policy == policy and config.link == float(link[:-1]) * 1e9

@@ -17,13 +17,14 @@ from icefloe.catalog import LocalStore, open_store
 from icefloe.errors import CorruptBlock
 from icefloe.gc import recompress as recompressing
 from icefloe.gc.audit import check
-from icefloe.gc.recompress import recompress
+from icefloe.gc.recompress import recompress, repack
 from icefloe.gc.removal import remove
 from icefloe.gc.sweep import GcOptions, collect
 from icefloe.ids import BlockId, PackId, parse_reference
 from icefloe.store import writer
 from icefloe.store.codecs import Codec, Encoded, Encoder, as_it_is
 from icefloe.store.pack import open_pack, read_index
+from icefloe.store.policies import PolicyName
 from icefloe.store.reader import BlockReader
 
 # The noise fills packs, the text shrinks: four packs, and a small one.
@@ -324,3 +325,53 @@ def judge(root: Path) -> None:
         assert Codec.LZ4 not in codecs_of(store)
         collect(store, GcOptions())
         is_whole(store, TREE)
+
+
+def sizes_of(store: LocalStore) -> int:
+    """Bytes of all packs."""
+    return sum(row.bytes for row in store.catalog.packs())
+
+
+def test_repacking_by_each_policy(root: Path) -> None:
+    """There and back; what it frees is what the packs shrink by, less than nothing by `fast`."""
+    with open_store(root, write=True) as store:
+        first = sizes_of(store)
+        seen: list[int] = []
+        freed = repack(store, "balanced", 2, seen.append)
+        assert freed == first - sizes_of(store) > 0 and sum(seen) == first
+        assert codecs_of(store) == {Codec.RAW, Codec.ZSTD}
+        is_whole(store, TREE)
+        balanced = sizes_of(store)
+        assert repack(store, "fast", 2, seen.append) == balanced - sizes_of(store) < 0
+        assert codecs_of(store) == {Codec.RAW, Codec.LZ4}
+        is_whole(store, TREE)
+        repack(store, "small", 1, seen.append)
+        assert sizes_of(store) <= balanced
+        assert collect(store, GcOptions()).freed_bytes == 0
+        is_whole(store, TREE)
+        assert set(store.layout.published()) == set(packs_of(store))
+
+
+@pytest.mark.parametrize("policy", ["fast", "balanced", "small"])
+def test_repacking_again_changes_nothing(root: Path, policy: PolicyName) -> None:
+    with open_store(root, write=True) as store:
+        repack(store, policy, 2, lambda _: None)
+        packs = packs_of(store)
+        assert repack(store, policy, 2, lambda _: None) == 0
+        assert packs_of(store) == packs
+
+
+def test_repacking_stops_at_damage(root: Path) -> None:
+    """And loses nothing of what was whole."""
+    with open_store(root, write=True) as store:
+        pack = packs_of(store)[1]
+        where = read_index(store.layout.pack(pack))[0]
+        with store.layout.pack(pack).open("r+b") as file:
+            file.seek(int(where["offset"]) + int(where["stored"]) // 2)
+            file.write(b"\xff" * 8)
+        packs = packs_of(store)
+        with pytest.raises(CorruptBlock):
+            repack(store, "balanced", 2, lambda _: None)
+        assert packs_of(store) == packs
+        (problem,) = check(store, read_data=True).problems
+        assert problem.kind == "data-damaged"

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from icefloe.durable import Buffer
-from icefloe.store.codecs import KNOWN_CODECS, Codec, Decoder, Encoder, PolicyName, Undecodable
+from icefloe.store.codecs import KNOWN_CODECS, Codec, Decoder, Encoder, Undecodable
+from icefloe.store.policies import PolicyName
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 policies = st.sampled_from(POLICIES)

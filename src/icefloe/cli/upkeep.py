@@ -6,22 +6,43 @@ import click
 
 from icefloe.cli import output
 from icefloe.cli.context import Context
+from icefloe.errors import UsageError
 
 
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("--grace", metavar="D", help="Keep what was removed less than this ago (90s, 2h).")
+@click.option("--repack", is_flag=True, help="Then code what is left by the policy.")
+@click.option("--policy", metavar="P", help="fast, balanced, small or auto; for --repack.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.pass_obj
-def gc(context: Context, dry_run: bool, grace: str | None, as_json: bool) -> None:
+def gc(
+    context: Context,
+    dry_run: bool,
+    grace: str | None,
+    repack: bool,
+    policy: str | None,
+    as_json: bool,
+) -> None:
     """Give back the space of what no image needs."""
-    from icefloe.config import parse_duration
+    from icefloe.config import parse_duration, parse_policy
+    from icefloe.gc.recompress import repack as repack_all
     from icefloe.gc.sweep import GcOptions, collect
 
-    started = monotonic()
-    seconds = context.config().grace_seconds if grace is None else parse_duration(grace)
+    started, config = monotonic(), context.config()
+    if policy is not None and not repack:
+        raise UsageError("--policy says how to repack", "give --repack as well")
+    if repack and dry_run:
+        raise UsageError("what --repack frees shows only when it is done", "leave out --dry-run")
+    chosen = parse_policy(policy or config.policy, config.link, config.workers)
+    seconds = config.grace_seconds if grace is None else parse_duration(grace)
+    repacked = 0
     with context.open(write=True) as store:
         result = collect(store, GcOptions(seconds, dry_run))
+        if repack:
+            total = sum(pack.bytes for pack in store.catalog.packs())
+            with context.progress("repacking", total) as progress:
+                repacked = repack_all(store, chosen, config.workers, progress)
     took = monotonic() - started
     if as_json:
         output.print_json(
@@ -31,6 +52,7 @@ def gc(context: Context, dry_run: bool, grace: str | None, as_json: bool) -> Non
                 "packs_removed": result.packs_removed,
                 "packs_rewritten": result.packs_rewritten,
                 "freed_bytes": result.freed_bytes,
+                "repacked_bytes": repacked,
                 "kept_by_grace": result.kept_by_grace,
                 "kept_by_lease": 0,  # leases come with commands that need them
                 "kept_in_packs": result.kept_in_packs,
@@ -39,6 +61,7 @@ def gc(context: Context, dry_run: bool, grace: str | None, as_json: bool) -> Non
         )
         return
     would = "would be " if dry_run else ""
+    rows = [(f"repacked, {chosen}", _shrank(repacked))] if repack else []
     output.facts(
         [
             (f"{would}freed", output.size(result.freed_bytes)),
@@ -46,9 +69,14 @@ def gc(context: Context, dry_run: bool, grace: str | None, as_json: bool) -> Non
             (f"{would}rewritten", f"{result.packs_rewritten} packs"),
             ("kept by grace", f"{result.kept_by_grace} blocks"),
             ("kept in packs that mostly live", f"{result.kept_in_packs} blocks"),
+            *rows,
             ("time", f"{took:.2f} s"),
         ]
     )
+
+
+def _shrank(freed: int) -> str:
+    return f"{output.size(abs(freed))} {'less' if freed >= 0 else 'more'}"
 
 
 @click.command()
