@@ -49,14 +49,11 @@ def costs(sample: Buffer) -> tuple[list[float], list[float]]:
     Huffman coding comes close to. Small samples make it look smaller: by 0.02 for 1024 bytes.
     """
     bytes_by_rank = np.frombuffer(sample, np.uint8, len(sample) // 4 * 4).reshape(-1, 4)
-    bins = (bytes_by_rank + np.arange(0, 1024, 256)).ravel()
-    four = np.bincount(bins, minlength=1024).reshape(4, 256)
-    two = four[:2] + four[2:]
-    return (_entropy(two) / 8).tolist(), (_entropy(four) / 8).tolist()
-
-
-def _entropy(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Bits a byte, of each row of counts."""
-    total = counts[0].sum()
-    bits: NDArray[np.float64] = np.log2(total) - _COUNT_LOG[counts].sum(axis=1) / total
-    return bits
+    counts = np.empty((6, 256), np.int64)
+    for rank in range(4):
+        counts[2 + rank] = np.bincount(bytes_by_rank[:, rank], minlength=256)
+    np.add(counts[2:4], counts[4:], out=counts[:2])
+    totals = np.array([2, 2, 1, 1, 1, 1]) * len(bytes_by_rank)
+    shares = (np.log2(totals) - _COUNT_LOG[counts].sum(axis=1) / totals) / 8
+    found: list[float] = shares.tolist()
+    return found[:2], found[2:]
