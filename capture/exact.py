@@ -37,11 +37,23 @@ class Beside:
     Threads share it; what one learns is a hint to the others.
     """
 
-    def __init__(self, parent: ParentFile, budget: Budget) -> None:
-        self._parent = parent
+    def __init__(self, parent: ParentFile, budget: Budget, shift: int = 0) -> None:
+        """`shift`: how much further the parent has what stands here, as far as anybody knows."""
+        self.number = parent.number
         self.budget = budget
-        self._shift = 0
+        self._parent = parent
+        self._shift = shift
         self._misses = 0
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the last stretch was not like the parent, as far as that is known."""
+        return self._misses > 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether the file is hardly like its parent."""
+        return self._misses > _PATIENCE
 
     def positions(self, ids: Sequence[BlockId]) -> list[int]:
         """See ParentFile."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from icefloe.capture import allocator, exact
 from icefloe.capture.assembly import Assembly
 from icefloe.capture.blocks import Blocks
 from icefloe.capture.exact import Beside, Run, View
+from icefloe.capture.kin import Hooks, Kin, hooks_of
 from icefloe.capture.parent import NOWHERE, Parent, ParentChoice
 from icefloe.capture.windows import CARRY_BYTES, Buffer, Group, OpenFile, Window, Windows
 from icefloe.catalog import LocalStore
@@ -88,7 +89,13 @@ class _Worker:
     buffer: Buffer
     encoder: Encoder
     quick: Encoder
-    parent: Blocks | None
+    parents: dict[Parent, Blocks] = field(default_factory=dict)
+
+    def blocks_of(self, parent: Parent) -> Blocks:
+        """Its own way to the blocks of a parent."""
+        if parent not in self.parents:
+            self.parents[parent] = parent.source.open()
+        return self.parents[parent]
 
 
 class _Turns:
@@ -139,7 +146,9 @@ class Ingest:
         self._store = store
         self._assembly = Assembly()
         self._parent = parent
-        self._beside: dict[str, Beside | None] = {}
+        self._kin = Kin(store)
+        self._finds_kin = options.parent is None
+        self._beside: dict[str, tuple[Parent, Beside]] = {}
         self._writer = PackWriter(store.layout)
         self._new_bytes = 0
         self._new_blocks = 0
@@ -210,6 +219,7 @@ class Ingest:
             images_added=(image.id,) if is_new else (),
             names={str(name): image.id},
         )
+        self._kin.store(image.id, image.manifest)
         return AddResult(
             id=image.id,
             logical_bytes=image.manifest.logical_bytes,
@@ -243,14 +253,14 @@ class Ingest:
 
     @contextmanager
     def _worker(self) -> Iterator[_Worker]:
-        parent = None if self._parent is None else self._parent.source.open()
+        worker = _Worker(Buffer(), Encoder(self._policy), Encoder("fast"))
         with self._counting:
             self._busy += 1
         try:
-            yield _Worker(Buffer(), Encoder(self._policy), Encoder("fast"), parent)
+            yield worker
         finally:
-            if parent is not None:
-                parent.close()
+            for blocks in worker.parents.values():
+                blocks.close()
 
     def _next(self, source: Windows, buffer: Buffer) -> Window | Group | None:
         with self._counting:
@@ -298,7 +308,11 @@ class Ingest:
             else:
                 base = CARRY_BYTES - window.offset
                 views.append(View(window.buffer.bytes[base + start : base + stop], start))
-        coded, blocks = self._code_views(window.open, views, worker)
+        hooks = None
+        if window.open.grain is PAGES:
+            hooks = hooks_of(marks, window.offset)
+            self._kin.gather(window.open.path, hooks)
+        coded, blocks = self._code_views(window.open, views, hooks, worker)
         extents, path = iter(coded), window.open.path
         with self._appending.turn(window.sequence):
             for i in range(len(pieces)):
@@ -335,11 +349,11 @@ class Ingest:
         file.carry = bytes(buffer[end - file.cuts.pending * file.grain.size : end])
 
     def _code_views(
-        self, file: OpenFile, views: Sequence[View], worker: "_Worker"
+        self, file: OpenFile, views: Sequence[View], hooks: Hooks | None, worker: "_Worker"
     ) -> tuple[list[Extents], list[StoredBlock]]:
         """The extents of these blocks, and the stored form of what nobody has yet."""
         ids = [block_id(view.raw) for view in views]
-        runs = self._divide(file, views, ids, worker)
+        parent, runs = self._divide(file, views, ids, hooks, worker)
         rest, places = exact.gather(views, runs)
         divided = {i for run in runs for i in range(run.first, run.last)}
         whole = [i for i in range(len(views)) if i not in divided]
@@ -349,40 +363,59 @@ class Ingest:
         coded = [np.zeros(0, EXTENT_DTYPE)] * len(views)
         for i, number in zip(whole, numbers, strict=False):
             coded[i] = np.array([(number, 0, len(views[i].raw))], EXTENT_DTYPE)
-        bases, left = self._number_bases(runs), numbers[len(whole) :]
+        bases, left = self._number_bases(parent, runs), numbers[len(whole) :]
         for run, place in zip(runs, places, strict=True):
             coded[run.first] = exact.rows(run.pages, place, bases, left)
         return coded, blocks
 
     def _divide(
-        self, file: OpenFile, views: Sequence[View], ids: Sequence[BlockId], worker: "_Worker"
-    ) -> list[Run]:
-        """The blocks that nobody knows, and that have pages of the parent."""
-        beside = self._find_beside(file)
-        if beside is None or worker.parent is None or not views:
-            return []
+        self,
+        file: OpenFile,
+        views: Sequence[View],
+        ids: Sequence[BlockId],
+        hooks: Hooks | None,
+        worker: "_Worker",
+    ) -> tuple[Parent | None, list[Run]]:
+        """The blocks that nobody knows and that have pages of a parent, and which parent."""
+        if hooks is None or not views:
+            return None, []
         with self._claiming:
             claimed = [self._assembly.has(identity) for identity in ids]
         known = [a or b for a, b in zip(claimed, self._store.catalog.known(ids), strict=True)]
+        found = self._find_beside(file.path, hooks, all(known))
+        if found is None:
+            return None, []
+        parent, beside = found
         beside.budget.use(sum(len(v.raw) for v, had in zip(views, known, strict=True) if had))
         if all(known):
-            return []
-        return exact.divide(beside, worker.parent, views, known, beside.positions(ids))
+            return None, []
+        blocks = worker.blocks_of(parent)
+        return parent, exact.divide(beside, blocks, views, known, beside.positions(ids))
 
-    def _find_beside(self, file: OpenFile) -> Beside | None:
-        """Where a file of pages stands beside the same file of the parent."""
-        if self._parent is None or file.grain is not PAGES:
-            return None
+    def _find_beside(
+        self, path: str, hooks: Hooks, all_known: bool
+    ) -> tuple[Parent, Beside] | None:
+        """Where a file stands beside the same file of the parent, or beside one that it is like."""
         with self._claiming:
-            if file.path not in self._beside:
-                theirs = self._parent.file(file.path)
-                budget = self._parent.budget
-                self._beside[file.path] = None if theirs is None else Beside(theirs, budget)
-            return self._beside[file.path]
+            found = self._beside.get(path)
+            if found is None and self._parent is not None:
+                theirs = self._parent.file(path)
+                if theirs is not None:
+                    found = self._parent, Beside(theirs, self._parent.budget)
+                    self._beside[path] = found
+        if all_known or not self._finds_kin or (found is not None and not found[1].doubtful):
+            return found
+        # One page alone may be in many images that are not alike.
+        votes = 2 if found is not None and found[1].lost else 1
+        kin = self._kin.find(hooks, votes)
+        if kin is None or (found is not None and _place(found) == _place(kin)):
+            return found
+        with self._claiming:
+            self._beside[path] = kin
+        return kin
 
-    def _number_bases(self, runs: Sequence[Run]) -> dict[int, int]:
+    def _number_bases(self, parent: Parent | None, runs: Sequence[Run]) -> dict[int, int]:
         """The numbers that the parent's blocks get in this image."""
-        parent = self._parent
         if parent is None:
             return {}
         used = {number for run in runs for number in np.unique(run.pages.block).tolist()}
@@ -420,3 +453,7 @@ class Ingest:
             self._writer.append(blocks)
             self._new_blocks += len(blocks)
             self._new_bytes += sum(block.raw_length for block in blocks)
+
+
+def _place(found: tuple[Parent, Beside]) -> tuple[BlockId, int]:
+    return found[0].image, found[1].number

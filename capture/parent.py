@@ -77,6 +77,7 @@ class Parent:
 
     def __init__(self, store: LocalStore, image: BlockId) -> None:
         """Raises Corrupt."""
+        self.image = image
         self.manifest: Manifest = store.manifest(image)
         self.source = StoreSource(store, self.manifest)
         self.budget = Budget(self.manifest.blocks["length"])
@@ -89,11 +90,15 @@ class Parent:
     def file(self, path: str) -> "ParentFile | None":
         """The file of this path, if it consists of whole pages."""
         number = self._numbers.get(path)
-        if number is None:
+        return None if number is None else self.file_of(number)
+
+    def file_of(self, number: int) -> "ParentFile | None":
+        """The file of this number, if there is one and it consists of whole pages."""
+        if number >= len(self.manifest.files):
             return None
         extents = self.manifest.extents_of(number)
         whole = (extents["length"][:-1] % PAGE == 0).all()
-        return ParentFile(self.manifest, extents) if len(extents) and whole else None
+        return ParentFile(self.manifest, extents, number) if len(extents) and whole else None
 
     def id(self, number: int) -> BlockId:
         """The id of one of its blocks."""
@@ -107,7 +112,8 @@ class Parent:
 class ParentFile:
     """A file of the parent."""
 
-    def __init__(self, manifest: Manifest, extents: Extents) -> None:
+    def __init__(self, manifest: Manifest, extents: Extents, number: int = 0) -> None:
+        self.number = number
         self._lengths = manifest.blocks["length"]
         self._extents = extents
         self._ends = np.cumsum(extents["length"], dtype=np.int64)

@@ -120,6 +120,30 @@ class Catalog:
         value = self.database.get(tables.IMAGES, identity)
         return None if value is None else tables.image_row(identity, value)
 
+    def hooks(self, fingerprints: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.void]]:
+        """Where these pages stood: HOOK_DTYPE rows, and which of the pages each is of."""
+        values = self.database.get_many(tables.HOOKS, _hook_keys(fingerprints))
+        rows = [np.frombuffer(value or b"", tables.HOOK_DTYPE) for value in values]
+        which = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+        return which, np.concatenate([np.zeros(0, tables.HOOK_DTYPE), *rows])
+
+    def set_hooks(self, fingerprints: NDArray[np.uint64], rows: NDArray[np.void]) -> None:
+        """Notes where hooks stand (HOOK_DTYPE), of one image, before where else they stand."""
+        batch = self.database.batch()
+        which, others = self.hooks(fingerprints)
+        images = others["image"].copy().view("S32")
+        stays = np.isin(images, [each for each in np.unique(images) if self._is_there(each)])
+        stays &= others["image"] != rows["image"][:1]
+        values = [[row.tobytes()] for row in rows]
+        for i, other in zip(which[stays].tolist(), others[stays], strict=True):
+            values[i].append(other.tobytes())
+        for key, value in zip(_hook_keys(fingerprints), values, strict=True):
+            batch.put(tables.HOOKS, key, b"".join(value[: tables.MOST_PLACES]))
+        self.database.commit(batch, sync=False)
+
+    def _is_there(self, image: bytes) -> bool:
+        return self.database.get(tables.IMAGES, image.ljust(32, b"\0")) is not None
+
     def names(self) -> dict[str, BlockId]:
         """Every name and the image that it points at."""
         return {
@@ -159,3 +183,8 @@ class Catalog:
         if len(found) > 1:
             raise UsageError(f"{prefix} means {len(found)} images", "give more digits of the id")
         return found[0]
+
+
+def _hook_keys(fingerprints: NDArray[np.uint64]) -> list[bytes]:
+    joined = fingerprints.astype(">u8").tobytes()
+    return [joined[i : i + 8] for i in range(0, len(joined), 8)]

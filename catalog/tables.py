@@ -32,7 +32,13 @@ TOMBSTONES = "tombstones.v1"
 META = "meta.v1"
 """`applied` -> APPLIED_DTYPE; `next_pack` -> pack number that is given out next."""
 
-ALL = (BLOCKS, PACKS, PACK_NUMBERS, IMAGES, NAMES, TOMBSTONES, META)
+HOOKS = "hooks.v1"
+"""Fingerprint of a page (u64, big endian) -> HOOK_DTYPE, up to MOST_PLACES of them: where it stood
+in the latest images. A hint: images may be gone, and a catalog that was made anew has none."""
+
+MOST_PLACES = 3
+
+ALL = (BLOCKS, PACKS, PACK_NUMBERS, IMAGES, NAMES, TOMBSTONES, META, HOOKS)
 
 APPLIED = b"applied"
 NEXT_PACK = b"next_pack"
@@ -59,6 +65,7 @@ IMAGE_DTYPE = np.dtype(
         ("files", "<u4"),
     ]
 )
+HOOK_DTYPE = np.dtype([("image", "V32"), ("file", "<u4"), ("offset", "<u8")])
 NAME_DTYPE = np.dtype([("image", "V32"), ("time", "<f8")])
 TIME_DTYPE = np.dtype("<f8")
 APPLIED_DTYPE = np.dtype([("offset", "<u8"), ("sequence", "<u8")])

@@ -3,7 +3,7 @@
 Fingerprints decide where blocks end. They never decide identity: that is BLAKE3 over the block.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,9 @@ class Marks:
     cut: NDArray[np.bool_]
     """A block may end after this grain. Never true of a zero grain."""
 
+    mixed: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """The mixed fingerprint of the grain, or nothing where nobody needs it."""
+
 
 def mix(fingerprints: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Spreads every bit of a fingerprint over its low bits, which decide cuts."""
@@ -113,9 +116,10 @@ def scan(window: NDArray[np.uint8], grain: Grain) -> Marks:
         zero[:] = ~words.any(axis=1)
     elif len(suspects):
         zero[suspects] = ~_any_by_runs(words, suspects)
-    cut = (mix(found) & grain.cut_mask) == 0
+    mixed = mix(found)
+    cut = (mixed & grain.cut_mask) == 0
     cut &= ~zero
-    return Marks(zero, cut)
+    return Marks(zero, cut, mixed)
 
 
 def _any_by_runs(words: NDArray[np.uint64], suspects: NDArray[np.intp]) -> NDArray[np.bool_]:
