@@ -21,12 +21,12 @@ import socket
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -331,19 +331,16 @@ class _Lock:
         self._number = number
         self._state = state
 
-    def call(self, slot: int, fill: Callable[[], tuple[int, int]]) -> tuple[int, int, bool]:
-        """What `fill` returns, and whether all memory was in its place before.
-
-        Raises _CalledOff.
-        """
+    @contextmanager
+    def held(self, slot: int) -> Iterator[bool]:
+        """Whether all memory was in its place by then. Raises _CalledOff."""
         while self._state[_WANTED]:  # a matter of manners: locks know no queue
             time.sleep(_WAITING_SECONDS)
         fcntl.lockf(self.locks, fcntl.LOCK_EX, 1, self._number)
         try:
             if self._state[_CALLED_OFF + slot]:
                 raise _CalledOff
-            registered = bool(self._state[_REGISTERED])
-            return *fill(), registered
+            yield bool(self._state[_REGISTERED])
         finally:
             fcntl.lockf(self.locks, fcntl.LOCK_UN, 1, self._number)
 
@@ -365,12 +362,14 @@ class _Process:
             for first, last, sources in self._decoded(order.locations):
                 done = first
                 part = pieces[bounds[first] : bounds[last]]
-                for run, (piece, space, address, length, source) in enumerate(
-                    _runs(part, sources[part["unit"] - first])
-                ):
-                    if run:
-                        done = bisect_right(bounds, bounds[first] + piece) - 1
-                    self._put(order.slot, self.spaces[space], address, length, source)
+                runs = list(_runs(part, sources[part["unit"] - first]))
+                at = 0
+                while at < len(runs):
+                    at += self._put_small(order.slot, runs[at : _end_of_small(runs, at)])
+                    if at < len(runs):
+                        done = max(done, bisect_right(bounds, bounds[first] + runs[at].piece) - 1)
+                        self._put(order.slot, runs[at])
+                        at += 1
                 done = last
         except _CalledOff:
             return done, Outcome.CALLED_OFF
@@ -396,14 +395,23 @@ class _Process:
         if first < len(locations):
             yield first, len(locations), np.zeros(len(locations) - first, np.uint64)
 
-    def _put(self, slot: int, fd: int, address: int, length: int, source: int) -> None:
-        """Fills memory that is there. Raises _Trouble, _CalledOff."""
-        most = _COPY_BYTES if source else _ZERO_BYTES
+    def _put_small(self, slot: int, runs: Sequence["_Run"]) -> int:
+        """Copies runs to one space, as many as nothing stands in the way of. Raises _CalledOff."""
+        if not runs:
+            return 0
+        with self.lock.held(slot):
+            pieces = ((run.address, run.source, run.length) for run in runs)
+            return uffd.copy_all(self.spaces[runs[0].space], pieces)
+
+    def _put(self, slot: int, run: "_Run") -> None:
+        """Fills memory, as far as it is not there. Raises _Trouble, _CalledOff."""
+        fd, address, length, source = self.spaces[run.space], run.address, run.length, run.source
         while length:
-            part = min(length, most)
-            copy = partial(uffd.copy, fd, address, source, part)
-            zero = partial(uffd.zero, fd, address, part)
-            done, code, registered = self.lock.call(slot, copy if source else zero)
+            with self.lock.held(slot) as registered:
+                if source:
+                    done, code = uffd.copy(fd, address, source, min(length, _COPY_BYTES))
+                else:
+                    done, code = uffd.zero(fd, address, min(length, _ZERO_BYTES))
             if code == errno.EEXIST:
                 done += PAGE  # somebody was sooner
             elif code == errno.ENOENT and not registered:
@@ -417,14 +425,32 @@ class _Process:
             source += done if source else 0
 
 
-def _runs(
-    pieces: NDArray[np.void], starts: NDArray[np.uint64]
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """Pieces that follow one another, in memory and in ours, as one.
+class _Run(NamedTuple):
+    """Pieces that follow one another, in memory and in ours: the first, and where they are.
 
-    `starts` is where in our memory the block of each piece is. Yields the index of the first piece,
-    its space, address, the length of all, and the source (0: zeros).
+    `source` is where in our memory, 0 for zeros.
     """
+
+    piece: int
+    space: int
+    address: int
+    length: int
+    source: int
+
+
+def _end_of_small(runs: Sequence[_Run], first: int) -> int:
+    """Runs from the first on that one lock is enough for: of one space, and not too much."""
+    space, left = runs[first].space, _COPY_BYTES
+    for i in range(first, len(runs)):
+        run = runs[i]
+        left -= run.length
+        if left < 0 or not run.source or run.space != space:
+            return i
+    return len(runs)
+
+
+def _runs(pieces: NDArray[np.void], starts: NDArray[np.uint64]) -> Iterator[_Run]:
+    """The runs of these pieces; `starts` is where in our memory the block of each is, or 0."""
     if not len(pieces):
         return
     address, length = pieces["address"], pieces["length"]
@@ -437,7 +463,7 @@ def _runs(
     first = np.flatnonzero(~joins)
     lengths = np.add.reduceat(length, first)
     columns = (first, pieces["space"][first], address[first], lengths, source[first])
-    yield from zip(*(column.tolist() for column in columns), strict=True)
+    yield from map(_Run, *(column.tolist() for column in columns))
 
 
 def _serve(channel: socket.socket, lock: _Lock, layout: Layout) -> None:

@@ -8,7 +8,7 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 _API = 0xC018AA3F
@@ -88,6 +88,21 @@ def copy(fd: int, address: int, source: int, length: int) -> tuple[int, int]:
     except OSError as error:
         return _partial(_COPY_ARGUMENT.unpack(argument)[4], error.errno)
     return length, 0
+
+
+def copy_all(fd: int, pieces: Iterable[tuple[int, int, int]]) -> int:
+    """Copies pieces (address, source, length); how many there were before one that fails.
+
+    That one may have been put in part.
+    """
+    done = 0
+    for address, source, length in pieces:
+        try:
+            fcntl.ioctl(fd, _COPY, _COPY_ARGUMENT.pack(address, source, length, 0, 0))
+        except OSError:
+            break
+        done += 1
+    return done
 
 
 def zero(fd: int, address: int, length: int) -> tuple[int, int]:

@@ -66,6 +66,7 @@ class BlockReader:
         self._decoder = Decoder()
         self._buffer = memoryview(mmap.mmap(-1, _READ_BYTES))
         self._open: OrderedDict[PackId, int] = OrderedDict()
+        self._paths: dict[PackId, Path] = {}
 
     def __enter__(self) -> "BlockReader":
         return self
@@ -153,7 +154,9 @@ class BlockReader:
 
     def path(self, pack: PackId) -> Path:
         """The pack's file."""
-        return self._layout.pack(pack)
+        if pack not in self._paths:
+            self._paths[pack] = self._layout.pack(pack)
+        return self._paths[pack]
 
     def _verified(
         self,
