@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,12 @@ import numpy as np
 from icefloe import durable
 from icefloe.capture import allocator
 from icefloe.capture.blocks import Blocks, BlockSource, StoreSource, read_extents
+from icefloe.capture.images import PAGE
 from icefloe.catalog import LocalStore
+from icefloe.durable import Buffer
 from icefloe.errors import ExportExists
 from icefloe.ids import BlockId
-from icefloe.store.manifest import FileKind, ImageFile, Manifest
+from icefloe.store.manifest import ZERO, Extents, FileKind, ImageFile, Manifest
 from icefloe.workers import worker_count
 
 _NODES = {
@@ -36,6 +39,9 @@ _NODES = {
 
 # What a thread writes before it takes the next piece.
 _SPAN_BYTES = 16 << 20
+
+# With so many pieces a block, a span is put together in memory first.
+_FRAGMENTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +196,14 @@ def _spans(manifest: Manifest) -> Iterator[_Span]:
 
 def _write_span(blocks: Blocks, manifest: Manifest, root: Path, span: _Span) -> int:
     """Writes the bytes of a span; returns how many."""
+    extents = manifest.extents[span.first : span.last]
+    pieces = read_extents(blocks, extents)
+    if _is_fragmented(extents):
+        pieces = _assembled(blocks, extents)
     fd = os.open(root / span.file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     written, position = 0, span.offset
     try:
-        for piece, length in read_extents(blocks, manifest.extents[span.first : span.last]):
+        for piece, length in pieces:
             if piece is not None:
                 _pwrite(fd, memoryview(piece), position)
                 written += length
@@ -201,6 +211,38 @@ def _write_span(blocks: Blocks, manifest: Manifest, root: Path, span: _Span) -> 
     finally:
         os.close(fd)
     return written
+
+
+def _is_fragmented(extents: Extents) -> bool:
+    """Whether these are many small pieces of whole pages."""
+    data = extents[extents["block"] != ZERO]
+    whole = (data["length"] % PAGE == 0) & (data["offset"] % PAGE == 0)
+    return len(data) >= _FRAGMENTED * len(np.unique(data["block"])) and bool(whole.all())
+
+
+def _assembled(blocks: Blocks, extents: Extents) -> Iterator[tuple[Buffer | None, int]]:
+    """Like `read_extents`, with as much as possible in one piece; each block is decoded once."""
+    is_zero = extents["block"] == ZERO
+    data = extents[~is_zero]
+    counts = (data["length"] // PAGE).astype(np.int64)
+    firsts = np.cumsum(counts) - counts
+    within = np.arange(counts.sum()) - np.repeat(firsts, counts)
+    sources = np.repeat((data["offset"] // PAGE).astype(np.int64), counts) + within
+    numbers, owners = np.unique(np.repeat(data["block"], counts), return_inverse=True)
+    targets = np.argsort(owners, kind="stable")
+    bounds = np.searchsorted(owners[targets], np.arange(len(numbers) + 1)).tolist()
+    content = np.empty((len(sources), PAGE), np.uint8)
+    fetched = chain.from_iterable(blocks.fetch(numbers.tolist()))
+    for (_, raw), first, last in zip(fetched, bounds[:-1], bounds[1:], strict=True):
+        pages = np.frombuffer(raw, np.uint8, len(raw) // PAGE * PAGE).reshape(-1, PAGE)
+        content[targets[first:last]] = pages[sources[targets[first:last]]]
+    done = 0
+    edges = (np.flatnonzero(np.diff(is_zero)) + 1).tolist()
+    for start, end in pairwise([0, *edges, len(extents)]):
+        length = int(extents["length"][start:end].sum())
+        piece = None if is_zero[start] else content[done // PAGE : (done + length) // PAGE]
+        done += 0 if piece is None else length
+        yield None if piece is None else piece.reshape(-1).data, length
 
 
 def _pwrite(fd: int, raw: memoryview, position: int) -> None:
