@@ -43,8 +43,9 @@ from restores import (
     threads_of,
 )
 from stores import add, icefloe
-from workloads import Churn, Heap, Redis, Tree, Workload
+from workloads import REDIS_SERVER, Churn, Heap, Redis, Tree, Workload
 
+from icefloe.capture.images import PAGE
 from icefloe.chunker import MAX_BLOCK
 
 # What no version of CRIU has a say in is tried with one.
@@ -127,6 +128,42 @@ def test_a_growing_process_costs_what_changes(criu: Criu, tmp_path: Path) -> Non
     assert packs_bytes(store) < sum(logical) / 6
     audit = icefloe(store, "check", "--read-data")
     assert (audit["ok"], audit["images"], audit["problems"]) == (True, ROUNDS, [])
+
+
+@one_criu
+def test_scattered_changes_cost_pages(criu: Criu, tmp_path: Path) -> None:
+    """And no blocks around them: beside the image before it, and beside one of another name."""
+    if not REDIS_SERVER.exists():
+        pytest.skip(f"{REDIS_SERVER} is missing: run `make criu`")
+    store = tmp_path / "store"
+    names = ("redis:1", "redis:2", "another")
+    with Redis(tmp_path / "workload") as redis:
+        redis.advance()
+        answers = [capture(criu, store, names[0], redis, LEAVE_RUNNING)]
+        for name in names[1:]:
+            redis.rewrite_some(0.02)
+            answers.append(capture(criu, store, name, redis, LEAVE_RUNNING))
+        redis.kill()
+        restore(criu, store, names[-1], redis)
+        redis.verify_memory()
+    kept: set[bytes] = set()
+    for name, answer in zip(names, answers, strict=True):
+        icefloe(store, "export", name, tmp_path / name)
+        pages = set(pages_of(tmp_path / name)) - {bytes(PAGE)}
+        least = len(pages - kept) * PAGE
+        print(f"{name}: new {answer['new_bytes'] / 1e6:.2f} MB, of pages {least / 1e6:.2f} MB")
+        assert least <= answer["new_bytes"] <= 1.25 * least + (1 << 20)
+        kept |= pages
+    assert answers[1]["new_bytes"] < answers[0]["new_bytes"] / 4
+    audit = icefloe(store, "check", "--read-data")
+    assert (audit["ok"], audit["images"]) == (True, len(names))
+
+
+def pages_of(folder: Path) -> Iterator[bytes]:
+    """Every page of the memory in a checkpoint."""
+    for file in sorted(folder.glob("pages-*.img")):
+        content = file.read_bytes()
+        yield from (content[i : i + PAGE] for i in range(0, len(content), PAGE))
 
 
 def test_memory_is_what_it_was_at_the_capture(criu: Criu, heap: Heap, tmp_path: Path) -> None:

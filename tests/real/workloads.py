@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
@@ -275,6 +276,11 @@ class Redis(Workload):
             self._ask([b"INCR", b"step"])
         return self.state()
 
+    def rewrite_some(self, share: float) -> None:
+        """Sets some keys anew, to what they are: their values move."""
+        keys = range(self._keys_of(self.state().last).stop)
+        self._write(random.Random(self.state().last).sample(keys, int(share * len(keys))))
+
     def verify_memory(self) -> None:
         keys = range(self._keys_of(self.state().last).stop)
         (count,) = self._ask([b"DBSIZE"])
@@ -288,7 +294,7 @@ class Redis(Workload):
         stop = self.BASE_KEYS + step * self.STEP_KEYS
         return range(stop - self.STEP_KEYS, stop)
 
-    def _write(self, keys: range) -> None:
+    def _write(self, keys: Iterable[int]) -> None:
         self._ask(*([b"SET", b"%d" % key, value_of(key)] for key in keys))
 
     def _ask(self, *commands: list[bytes]) -> list[bytes | None]:
