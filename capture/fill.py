@@ -72,6 +72,10 @@ class Fault:
     address: int
 
 
+class _Stopped(Exception):
+    """Nobody wants the rest."""
+
+
 @dataclass(slots=True, eq=False)
 class Lane:
     """What belongs to one thread: its lock, its way to the blocks, its counts."""
@@ -241,6 +245,8 @@ class Fill:
     def _guarded(self, work: Callable[[Lane], None], lane: Lane) -> None:
         try:
             work(lane)
+        except _Stopped:
+            pass
         except BaseException as error:
             self.failure = self.failure or error
             self._stopping.set()
@@ -341,8 +347,10 @@ class Fill:
 
     def _put_unit(self, lane: Lane, own: Blocks, unit: int) -> None:
         """Puts one unit in without anybody's help."""
-        raws = dict(next(own.fetch([unit]))) if unit < self._plan.blocks else {}
-        self._put_units(lane, own, [unit], raws)
+        if self._claim([unit]):
+            raws = dict(next(own.fetch([unit]))) if unit < self._plan.blocks else {}
+            self._put_rows(lane, self._plan.rows([unit]), raws)
+            self._finished(1)
 
     def _work(self, ahead: Blocks, lane: Lane) -> None:
         with closing(self._source.open()) as urgent:
@@ -497,7 +505,9 @@ class Fill:
     def _put(self, lane: Lane, space: Space, origin: int, end: int, source: int) -> None:
         """Fills [origin, end) from our memory at `source` (0: with zeros), as far as it's there."""
         limit, missed = end - origin, -1
-        while origin < end and not self._stopping.is_set():
+        while origin < end:
+            if self._stopping.is_set():
+                raise _Stopped
             # Asked before: what was missing at the call may be there a moment later.
             registered = self.registered.is_set()
             with lane.lock:

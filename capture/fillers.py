@@ -10,6 +10,7 @@ what the event concerns. They are locks of the kernel, which gives back those of
 dies.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -18,6 +19,7 @@ import pickle
 import select
 import signal
 import socket
+import struct
 import time
 from bisect import bisect_right
 from collections import deque
@@ -25,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -72,9 +73,11 @@ _WAITING_SECONDS = 0.0001
 # and for each request that can be under way, whether it was called off.
 _REGISTERED, _WANTED, _CALLED_OFF = 0, 1, 2
 
+_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_ANSWER = Struct("<IB")
+_ANSWER = struct.Struct("<IB")
 
 
 class Outcome(IntEnum):
@@ -167,9 +170,16 @@ class Fillers:
 
     def answers(self, seconds: float) -> Iterator[tuple[Request, int, Outcome]]:
         """Waits for answers: requests, how many of their units were filled, and why they ended."""
-        ready = {fd for fd, _ in self._poll.poll(seconds * 1000)}
         for filler in self._fillers:
-            if filler.channel.fileno() in ready:
+            if not filler.lost:
+                waits = select.POLLOUT if filler.unsent else 0
+                self._poll.modify(filler.channel, select.POLLIN | waits)
+        ready = dict(self._poll.poll(seconds * 1000))
+        for filler in self._fillers:
+            event = ready.get(filler.channel.fileno(), 0)
+            if event & select.POLLOUT:
+                filler.send()
+            if event & ~select.POLLOUT:
                 yield from filler.answers()
                 if filler.lost:
                     self._poll.unregister(filler.channel)
@@ -195,7 +205,7 @@ class Fillers:
     def call_off(self, space: Space, start: int, end: int) -> None:
         """Ends requests that concern these addresses. Only while `held`."""
         for filler in self._fillers:
-            for request in filler.asked:
+            for request in tuple(filler.asked):  # answers come meanwhile
                 if request.concerns(space, start, end):
                     self._state[_CALLED_OFF + request.slot] = 1
 
@@ -227,14 +237,16 @@ class _Filler:
         self._slots = range(number * _DEPTH, (number + 1) * _DEPTH)
         self._known: dict[Space, int] = {}
         self._next = 0
+        self._unsent: deque[tuple[bytes, int]] = deque()
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Whatever is raised in the child must not get any further in it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        parent = os.getpid()
         try:
             with theirs:
                 self._pid = os.fork()
                 if not self._pid:
-                    _serve(theirs, _Lock(locks, number, state), layout)
+                    _serve(theirs, _Lock(locks, number, state), layout, parent)
         except OSError:
             self.channel.close()
             raise
@@ -246,20 +258,50 @@ class _Filler:
         taken = {request.slot for request in self.asked}
         return next(slot for slot in self._slots if slot not in taken)
 
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits for room in the socket."""
+        return bool(self._unsent)
+
     def ask(self, request: Request) -> None:
-        """Sends a request. When the process is gone, the answer will say so."""
+        """Hands over a request. When the process is gone, the answer will say so."""
         self.asked.append(request)
-        with suppress(OSError):
-            for space in request.spaces:
-                if space not in self._known:
-                    self._known[space], self._next = self._next, self._next + 1
-                    name = pickle.dumps(self._known[space])
-                    socket.send_fds(self.channel, [name], [space.fd])
-            pieces = request.pieces.copy()
-            numbers = np.array([self._known[space] for space in request.spaces], np.uint32)
-            pieces["space"] = numbers[pieces["space"]]
-            order = _Order(request.slot, request.locations, pieces.tobytes())
-            self.channel.send(pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
+        for space in request.spaces:
+            if space not in self._known and not self._introduce(space):
+                self.kill()
+                return
+        pieces = request.pieces.copy()
+        numbers = np.array([self._known[space] for space in request.spaces], np.uint32)
+        pieces["space"] = numbers[pieces["space"]]
+        order = _Order(request.slot, request.locations, pieces.tobytes())
+        self._unsent.append((pickle.dumps(order, pickle.HIGHEST_PROTOCOL), -1))
+        self.send()
+
+    def _introduce(self, space: Space) -> bool:
+        """Gives it a descriptor of the space, unless a limit forbids that."""
+        try:
+            fd = os.dup(space.fd)  # whoever owns this one may close it before there is room
+        except OSError:
+            return False
+        self._known[space], self._next = self._next, self._next + 1
+        self._unsent.append((pickle.dumps(self._known[space]), fd))
+        return True
+
+    def send(self) -> None:
+        """Sends what there is room for: the process may be waiting for a lock of ours."""
+        while self._unsent:
+            message, fd = self._unsent[0]
+            with_it = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+            try:
+                self.channel.sendmsg([message], with_it if fd >= 0 else [], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.kill()  # what it doesn't get to know it can't answer
+                return
+            self._unsent.popleft()
+            if fd >= 0:
+                os.close(fd)
 
     def answers(self) -> Iterator[tuple[Request, int, Outcome]]:
         """What it has said, at least once; when it is gone, all that it was asked is lost."""
@@ -275,21 +317,25 @@ class _Filler:
             yield self.asked.popleft(), 0, Outcome.LOST
 
     def forget(self, space: Space) -> None:
-        """Has it close its descriptor of the space."""
+        """Has it close its descriptor of the space, when the time comes."""
         if (number := self._known.pop(space, None)) is not None:
-            with suppress(OSError):
-                self.channel.send(pickle.dumps(_Forget(number)))
+            self._unsent.append((pickle.dumps(_Forget(number)), -1))
 
     def kill(self) -> None:
         """Ends it. What it does can be broken off anywhere."""
         if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends it and waits for its end."""
         self.lost = True
         self.kill()
         self.channel.close()
+        while self._unsent:
+            _, fd = self._unsent.popleft()
+            if fd >= 0:
+                os.close(fd)
         if self._pid:
             with suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
@@ -466,9 +512,13 @@ def _runs(pieces: NDArray[np.void], starts: NDArray[np.uint64]) -> Iterator[_Run
     yield from map(_Run, *(column.tolist() for column in columns))
 
 
-def _serve(channel: socket.socket, lock: _Lock, layout: Layout) -> None:
-    """The process. Ends when nobody asks any more."""
+def _serve(channel: socket.socket, lock: _Lock, layout: Layout, parent: int) -> None:
+    """The process. Ends when nobody asks any more, or with who started it: it holds the memory of
+    others, and may be waiting for something that nobody will do then."""
     try:
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            return
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # whoever asks decides
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -16,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,6 +60,8 @@ class Puppet:
         trace: TracebackType | None,
     ) -> None:
         self.kill()
+        with suppress(OSError, ValueError):  # an order that was not taken any more
+            self._lines.close()
         os.close(self.fd) if self.fd >= 0 else None
 
     def kill(self) -> None:
@@ -84,7 +87,9 @@ class Puppet:
     def ask(self, order: str, *numbers: int) -> Any:
         """An order and its answer. `read PAGE COUNT`: a digest of each page; `fork_read`: the
         same in a child; `write PAGE`; `discard PAGE COUNT`, `unmap PAGE COUNT`; `move PAGE COUNT`:
-        to elsewhere, the address is the answer; `register`: what CRIU does late."""
+        to elsewhere, the address is the answer; `split PAGE COUNT`: the kernel takes it for an area
+        of its own; `register`: what CRIU does late; `forks COUNT`: children that end at once.
+        `fork`: a child that stays, its number is the answer; `child_ORDER NUMBER ...`: it obeys."""
         self.tell(order, *numbers)
         return self.answer()
 
@@ -101,6 +106,7 @@ class Strings:
         anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.start = int(libc.mmap(None, pages * PAGE, 3, anonymous, -1, 0))
         self.length = pages * PAGE
+        self.children: list[Any] = []
         self.places = {page: self.start + page * PAGE for page in range(pages)}
         self.uffd = libc.syscall(SYSCALLS[os.uname().machine], os.O_CLOEXEC | os.O_NONBLOCK)
         fcntl.ioctl(self.uffd, API, bytearray(struct.pack("<QQQ", 0xAA, FEATURES, 0)))
@@ -114,6 +120,15 @@ class Strings:
         """Does what it is told."""
         if order == "register":
             return self.register()
+        if order == "fork":
+            return self.fork()
+        if order == "forks":
+            return [in_child(lambda: None) for _ in range(numbers[0])].clear()
+        if order.startswith("child_"):
+            lines = self.children[numbers[0]]
+            lines.write(json.dumps([order.removeprefix("child_"), *numbers[1:]]) + "\n")
+            lines.flush()
+            return json.loads(lines.readline())
         page, count = numbers[0], numbers[1] if len(numbers) > 1 else 1
         place, length = self.places[page], count * PAGE
         if order == "read":
@@ -125,6 +140,8 @@ class Strings:
             ctypes.memset(place, 0xEE, length)
         elif order == "discard":
             assert libc.madvise(place, length, mmap.MADV_DONTNEED) == 0
+        elif order == "split":
+            assert libc.madvise(place, length, mmap.MADV_SEQUENTIAL) == 0
         elif order == "unmap":
             assert libc.munmap(place, length) == 0
         elif order == "move":
@@ -134,6 +151,29 @@ class Strings:
             self.places |= {page + i: int(to) + i * PAGE for i in range(count)}
             return int(to)
         return None
+
+    def fork(self) -> int:
+        """A child that obeys until we end."""
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            for lines in self.children:
+                lines.close()
+            ours.close()
+            self.children = []
+            self.listen(theirs)
+            os._exit(0)
+        theirs.close()
+        self.children.append(ours.makefile("rw"))
+        ours.close()
+        return len(self.children) - 1
+
+    def listen(self, connection: socket.socket) -> None:
+        """Obeys whoever is at the other end."""
+        with connection.makefile("rw") as lines:
+            for line in lines:
+                order, *numbers = json.loads(line)
+                lines.write(json.dumps(self.obey(order, numbers)) + "\n")
+                lines.flush()
 
 
 def in_child(work: Any) -> Any:
@@ -158,11 +198,7 @@ def main(channel: int, pages: int, register: bool) -> None:
             strings.register()
         socket.send_fds(connection, [str(strings.start).encode()], [strings.uffd])
         os.close(strings.uffd) if register else None
-        with connection.makefile("rw") as lines:
-            for line in lines:
-                order, *numbers = json.loads(line)
-                lines.write(json.dumps(strings.obey(order, numbers)) + "\n")
-                lines.flush()
+        strings.listen(connection)
 
 
 if __name__ == "__main__":

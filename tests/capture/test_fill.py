@@ -1,9 +1,8 @@
 """Real memory of a real process is filled while the process does what processes do."""
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,99 +13,49 @@ from fake_blocks import (
     ZERO,
     ZEROS,
     FakeSource,
+    PackedSource,
     Rows,
+    Source,
     layout,
     segments,
+    served,
+    slow_reader,
     wanted,
 )
 from puppet import PAGE, Puppet, digest
 
 from icefloe.capture import uffd
-from icefloe.capture.fill import Fault, Fill
-from icefloe.capture.fillers import Fillers
 from icefloe.capture.plan import Plan
-from icefloe.capture.spaces import Space
 from icefloe.errors import MissingPack
 
 pytestmark = pytest.mark.skipif(uffd.probe() is not None, reason=f"userfaultfd: {uffd.probe()}")
 
 
-class Served:
-    """A fill at work, with its events read until it is closed."""
-
-    def __init__(self, fill: Fill, spaces: list[Space]) -> None:
-        self.fill = fill
-        self.watched = spaces
-
-    def pump(self, done: Callable[[], bool], seconds: float = 20.0) -> None:
-        """Reads events until `done`."""
-        deadline = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < deadline, "it takes too long"
-            for space in list(self.watched):
-                self.fill.read_events(space, lambda m, s=space: self._take(s, m))  # type: ignore[misc]
-            if self.fill.failure is not None:
-                raise self.fill.failure
-            for space in self.fill.forget_dead():
-                self.watched.remove(space)
-            time.sleep(0.0005)
-
-    def _take(self, space: Space, message: uffd.Message) -> None:
-        if message.event == uffd.PAGEFAULT:
-            self.fill.faulted(Fault(space, message.b & -PAGE))
-        elif message.event == uffd.FORK:
-            self.watched.append(self.fill.fork(space, message.a))
-        elif message.event == uffd.REMAP:
-            space.move(message.a, message.b, message.c)
-        else:
-            space.discard(message.a, message.b)
-
-    def ask(self, puppet: Puppet, order: str, *numbers: int) -> list[str]:
-        """An order that takes events or faults to be answered."""
-        answers: list[list[str]] = []
-        thread = threading.Thread(target=lambda: answers.append(puppet.ask(order, *numbers)))
-        thread.start()
-        self.pump(lambda: not thread.is_alive())
-        thread.join()
-        return answers[0]
+BY = pytest.mark.parametrize("by", ["thread", "processes"])
 
 
-@contextmanager
-def served(
-    puppets: Mapping[int, Puppet],
-    rows: Mapping[int, Rows],
-    source: FakeSource,
-    *,
-    workers: int = 2,
-    ahead: bool = True,
-    registered: bool = True,
-) -> Iterator[Served]:
-    """A fill of these processes, started."""
-    lazy = {pid: segments(rows[pid]) for pid in puppets}
-    plan = Plan(list(puppets), lazy, len(source.blocks) + 1)
-    fill = Fill(plan, source, plan.order() if ahead else None, 1 if ahead else workers)
-    if ahead:
-        fill.fill_by(Fillers(), source.locate)
-    spaces = [fill.add_space(task, puppet.fd) for task, puppet in enumerate(puppets.values())]
-    if registered:
-        fill.in_place()
-    fill.start()
-    try:
-        yield Served(fill, spaces)
-    finally:
-        source.held.set()
-        fill.stop()
-        assert source.opened == source.closed
+def source_by(by: str, folder: Path, delay: float = 0.0) -> Source:
+    """Blocks that a thread puts in, or processes do, who know where they lie."""
+    if by == "thread":
+        return FakeSource(BLOCKS, delay)
+    return PackedSource(folder / "store", BLOCKS, per_pack=3)
 
 
+def loads_of(source: Source) -> Counter[int]:
+    """How often each block was read by us."""
+    return Counter(source.fetched) if isinstance(source, PackedSource) else source.loads
+
+
+@BY
 @pytest.mark.parametrize("workers", [1, 4])
-def test_everything_is_filled_once(workers: int) -> None:
+def test_everything_is_filled_once(by: str, tmp_path: Path, workers: int) -> None:
     with Puppet(PAGES) as puppet:
-        rows, source = layout(puppet.address), FakeSource(BLOCKS)
+        rows, source = layout(puppet.address), source_by(by, tmp_path)
         with served({1: puppet}, {1: rows}, source, workers=workers) as at_work:
-            at_work.pump(at_work.fill.filled.is_set)
+            at_work.finish()
             assert at_work.fill.filled_bytes == sum(pages for _, pages, _, _ in rows) * PAGE
-            assert source.loads == {number: 1 for number in range(8)}
+            loads = {number: 1 for number in range(8)}
+            assert loads_of(source) == (loads if by == "thread" else {})
             assert at_work.fill.faults == 0
             assert at_work.ask(puppet, "read", 0, PAGES) == wanted(rows, puppet.address)
 
@@ -139,38 +88,45 @@ def test_faults_come_first() -> None:
             assert at_work.ask(puppet, "read", 0, PAGES) == right
 
 
-def test_pages_that_are_there_are_kept() -> None:
+@BY
+def test_pages_that_are_there_are_kept(by: str, tmp_path: Path) -> None:
     with Puppet(PAGES, register=False) as puppet:
         puppet.ask("write", 5, 1)
         puppet.ask("write", 17, 3)
         puppet.ask("register", 0)
-        rows, source = layout(puppet.address), FakeSource(BLOCKS)
+        rows, source = layout(puppet.address), source_by(by, tmp_path)
         with served({1: puppet}, {1: rows}, source) as at_work:
-            at_work.pump(at_work.fill.filled.is_set)
+            at_work.finish()
             right = wanted(rows, puppet.address)
             for page in (5, 17, 18, 19):
                 right[page] = digest(b"\xee" * PAGE)
             assert at_work.ask(puppet, "read", 0, PAGES) == right
 
 
-def test_memory_that_is_registered_late() -> None:
+@BY
+def test_memory_that_is_registered_late(by: str, tmp_path: Path) -> None:
     with Puppet(PAGES, register=False) as puppet:
-        rows, source = layout(puppet.address), FakeSource(BLOCKS)
+        rows, source = layout(puppet.address), source_by(by, tmp_path)
         with served({1: puppet}, {1: rows}, source, registered=False) as at_work:
             time.sleep(0.1)
             assert not at_work.fill.filled_bytes
             puppet.ask("register", 0)
             at_work.pump(lambda: at_work.fill.filled_bytes > 0)
             at_work.fill.in_place()
-            at_work.pump(at_work.fill.filled.is_set)
+            at_work.finish()
             assert at_work.ask(puppet, "read", 0, PAGES) == wanted(rows, puppet.address)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_memory_that_changes_meanwhile(ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("by", "ahead"), [("thread", True), ("thread", False), ("processes", True)]
+)
+def test_memory_that_changes_meanwhile(
+    by: str, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Discarded memory reads as zero, moved memory comes along, and a child has all of it."""
+    slow_reader(monkeypatch, 0.02)
     with Puppet(PAGES) as puppet:
-        rows, source = layout(puppet.address), FakeSource(BLOCKS, delay=0.02)
+        rows, source = layout(puppet.address), source_by(by, tmp_path, delay=0.02)
         with served({1: puppet}, {1: rows}, source, workers=2, ahead=ahead) as at_work:
             right = wanted(rows, puppet.address)
             at_work.ask(puppet, "discard", 70, 3)
@@ -186,26 +142,32 @@ def test_memory_that_changes_meanwhile(ahead: bool) -> None:
             right[24] = digest(b"\xee" * PAGE)
             assert at_work.ask(puppet, "fork_read", 0, 60) == right[:60]
             if ahead:
-                at_work.pump(at_work.fill.filled.is_set)
+                at_work.finish()
             assert at_work.ask(puppet, "read", 0, 60) == right[:60]
             assert at_work.ask(puppet, "read", 62, PAGES - 62) == right[62:]
 
 
-def test_two_processes_share_blocks() -> None:
+@BY
+def test_two_processes_share_blocks(by: str, tmp_path: Path) -> None:
     with Puppet(PAGES) as one, Puppet(PAGES) as two:
         rows = {1: layout(one.address), 2: layout(two.address)}
-        source = FakeSource(BLOCKS)
+        source = source_by(by, tmp_path)
         with served({1: one, 2: two}, rows, source) as at_work:
-            at_work.pump(at_work.fill.filled.is_set)
-            assert set(source.loads.values()) == {1}
+            at_work.finish()
+            assert set(loads_of(source).values()) == ({1} if by == "thread" else set())
             assert at_work.ask(one, "read", 0, PAGES) == wanted(rows[1], one.address)
             assert at_work.ask(two, "read", 0, PAGES) == wanted(rows[2], two.address)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_process_that_ends_meanwhile(ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("by", "ahead"), [("thread", True), ("thread", False), ("processes", True)]
+)
+def test_a_process_that_ends_meanwhile(
+    by: str, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_reader(monkeypatch, 0.05)
     with Puppet(PAGES) as puppet:
-        rows, source = layout(puppet.address), FakeSource(BLOCKS, delay=0.05)
+        rows, source = layout(puppet.address), source_by(by, tmp_path, delay=0.05)
         with served({1: puppet}, {1: rows}, source, ahead=ahead) as at_work:
             if not ahead:
                 at_work.ask(puppet, "read", 0, 1)
@@ -216,11 +178,16 @@ def test_a_process_that_ends_meanwhile(ahead: bool) -> None:
             assert at_work.fill.failure is None
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_block_that_is_missing(ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("by", "ahead"), [("thread", True), ("thread", False), ("processes", True)]
+)
+def test_a_block_that_is_missing(by: str, ahead: bool, tmp_path: Path) -> None:
     with Puppet(PAGES) as puppet:
         rows = layout(puppet.address)
-        source = FakeSource({number: BLOCKS[number] for number in BLOCKS if number != 3})
+        source: Source = FakeSource({n: BLOCKS[n] for n in BLOCKS if n != 3})
+        if by == "processes":
+            source = PackedSource(tmp_path / "store", BLOCKS)
+            source.layout.pack(source.located[3].pack).unlink()
         with served({1: puppet}, {1: rows}, source, ahead=ahead) as at_work:
             puppet.tell("read", 3 * BLOCK_PAGES, 1)
             with pytest.raises(MissingPack):
