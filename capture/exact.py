@@ -17,16 +17,19 @@ from icefloe.chunker import MAX_BLOCK, runs
 from icefloe.ids import BlockId
 from icefloe.store.manifest import EXTENT_DTYPE, ZERO, Extents
 
-# A stretch counts as similar when this share of its pages is found. After so many others in a
-# row, the file is hardly like its parent, and only every so many are tried, or what stands beside
-# something known.
+# A stretch counts as similar when this share of its pages is found. When so many pages in a row
+# were in others, the file is hardly like its parent, and only every so many stretches are tried,
+# or what stands beside something known.
 _SIMILAR = 0.05
-_PATIENCE = 4
+_PATIENCE = 4096
 _TRIED = 16
 
 # What is missing in one place is looked for in the next only if it is more than this.
 _FEW = 0.1
 _SEARCHES = 3
+
+# A block of which this share is zero pages is better taken apart, too.
+_HOLLOW = 0.25
 
 _REST_PAGES = MAX_BLOCK // PAGE
 
@@ -43,24 +46,27 @@ class Beside:
         self.budget = budget
         self._parent = parent
         self._shift = shift
-        self._misses = 0
+        self._missed = 0
+        self._skipped = 0
 
     @property
     def doubtful(self) -> bool:
         """Whether the last stretch was not like the parent, as far as that is known."""
-        return self._misses > 0
+        return self._missed > 0
 
     @property
     def lost(self) -> bool:
         """Whether the file is hardly like its parent."""
-        return self._misses > _PATIENCE
+        return self._missed > _PATIENCE
 
     def positions(self, ids: Sequence[BlockId]) -> list[int]:
         """See ParentFile."""
         return self._parent.positions(ids)
 
-    def find(self, blocks: Blocks, views: Sequence["View"], shifts: Sequence[int]) -> Pages:
-        """The pages of a stretch, block by block, that the parent has.
+    def find(
+        self, blocks: Blocks, views: Sequence["View"], shifts: Sequence[int]
+    ) -> tuple[Pages, NDArray[np.bool_]]:
+        """The pages of a stretch, block by block, that the parent has, and which of them are zero.
 
         `shifts`: how much further the parent has what stands around it.
         """
@@ -68,8 +74,10 @@ class Beside:
         zero = _zero_pages(stretch)
         count = len(zero)
         found = Pages(np.full(count, NOWHERE, np.int64), np.zeros(count, np.int64))
-        self._misses += 1
-        if self._misses <= _PATIENCE or not self._misses % _TRIED or shifts:
+        content = count - int(zero.sum())
+        self._missed += content
+        self._skipped += self.lost
+        if not self.lost or not self._skipped % _TRIED or shifts:
             best = 0
             for shift in self._shifts(blocks, stretch, position, shifts, zero, found):
                 missing = ~zero & (found.block == NOWHERE)
@@ -78,9 +86,9 @@ class Beside:
                 found.block[new], found.offset[new] = pages.block[new], pages.offset[new]
                 if (more := int(new.sum())) > best:
                     best, self._shift = more, shift
-            if best > _SIMILAR * count:
-                self._misses = 0
-        return self.budget.spend(found, zero)
+            if best > _SIMILAR * content:
+                self._missed = self._skipped = 0
+        return found, zero
 
     def _shifts(
         self,
@@ -147,19 +155,36 @@ class Run:
 def divide(
     beside: Beside, blocks: Blocks, views: Sequence[View], known: Sequence[bool], there: list[int]
 ) -> list[Run]:
-    """Which of these blocks consist of pages that the parent has, some of them at least.
+    """Which of these blocks consist of pages that the parent has or zero ones, some at least.
 
     `there`: where the parent has a block as a whole, NOWHERE if it hasn't.
     """
-    found: list[Run] = []
-    for first, last in _stretches(views, known):
+    stretches = list(_stretches(views, known))
+    looked = []
+    for first, last in stretches:
         around = (range(first - 1, -1, -1), range(last, len(views)))
         anchors = [next((i for i in side if there[i] != NOWHERE), None) for side in around]
         near = [there[i] - views[i].start for i in anchors if i is not None]
-        pages = beside.find(blocks, views[first:last], near)
+        looked.append(beside.find(blocks, views[first:last], near))
+    if not looked:
+        return []
+    # What is left of a window is in one block, of which each stretch of the next has a little.
+    parts = [pages for pages, _ in looked]
+    joined = Pages(
+        np.concatenate([part.block for part in parts]),
+        np.concatenate([part.offset for part in parts]),
+    )
+    zero = np.concatenate([zero for _, zero in looked])
+    spent = beside.budget.spend(joined, zero)
+    found: list[Run] = []
+    done = 0
+    for first, last in stretches:
         ends = np.cumsum([len(view.raw) // PAGE for view in views[first:last]])
         starts = np.concatenate([[0], ends[:-1]])
+        mine = slice(done, done + int(ends[-1]))
+        done, pages = mine.stop, spent[mine]
         some = np.logical_or.reduceat(pages.block != NOWHERE, starts)
+        some |= np.add.reduceat(zero[mine].astype(np.int64), starts) >= _HOLLOW * (ends - starts)
         for low, high in runs(some):
             part = slice(int(starts[low]), int(ends[high - 1]))
             found.append(Run(first + low, first + high, pages[part]))

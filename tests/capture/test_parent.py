@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from icefloe.capture import exact, export
 from icefloe.capture.blocks import BATCH, Batch, read_extents, with_zeros
@@ -496,14 +497,28 @@ def views_of(contents: Sequence[bytes], gaps: Sequence[int]) -> list[View]:
 class Told:
     """Stands for Beside: says what it was told to; remembers what it was asked."""
 
-    def __init__(self, found: Callable[[View], Sequence[Place]]) -> None:
+    def __init__(
+        self, found: Callable[[View], Sequence[Place]], zero: Sequence[bool] | None = None
+    ) -> None:
         self.found = found
+        self.zero = zero
         self.asked: list[tuple[list[int], list[int]]] = []
+        self.budget = self
+        self.spent: list[int] = []
 
-    def find(self, blocks: object, views: Sequence[View], shifts: Sequence[int]) -> Pages:
+    def find(
+        self, blocks: object, views: Sequence[View], shifts: Sequence[int]
+    ) -> tuple[Pages, NDArray[np.bool_]]:
         """See Beside."""
         self.asked.append(([view.start for view in views], list(shifts)))
-        return pages_in([place for view in views for place in self.found(view)])
+        pages = pages_in([place for view in views for place in self.found(view)])
+        return pages, np.array(self.zero or [False] * len(pages.block), np.bool_)
+
+    def spend(self, pages: Pages, zero: NDArray[np.bool_]) -> Pages:
+        """See Budget: all that is asked for, at once for a window."""
+        self.spent.append(len(pages.block))
+        assert len(zero) == len(pages.block)
+        return pages
 
 
 def slow_stretches(views: Sequence[View], known: Sequence[bool]) -> list[list[int]]:
@@ -557,6 +572,22 @@ def test_what_is_divided(
         flags = [f for view in views[run.first : run.last] for f in some[view.start]]
         assert (run.pages.block != NOWHERE).tolist() == flags
     check_hints(told, views, known, there)
+    asked = sum(
+        len(some[view.start])
+        for s in slow_stretches(views, known)
+        for view in map(views.__getitem__, s)
+    )
+    assert told.spent == ([asked] if asked else [])
+
+
+@pytest.mark.parametrize(("zeros", "divided"), [(0, False), (3, False), (4, True), (15, True)])
+def test_hollow_blocks(zeros: int, divided: bool) -> None:
+    """A block with many zero pages is taken apart, whether anything was found or not."""
+    flags = [i < zeros for i in range(16)]
+    told = cast(Beside, Told(lambda view: [None] * 16, flags))
+    views = views_of([bytes(16 * PAGE)], [0])
+    runs = exact.divide(told, Fleeting({}), views, [False], [NOWHERE])
+    assert [(run.first, run.last) for run in runs] == ([(0, 1)] if divided else [])
 
 
 def check_hints(told: Told, views: list[View], known: list[bool], there: list[int]) -> None:
