@@ -1,25 +1,27 @@
-"""How much of the next checkpoint is new, beside what must be, and beside fixed chunks?
+"""How much of the next checkpoint is new, beside what must be, and what does finding it cost?
 
-(a) A file of random pages; the same with 7 pages inserted near the front; the same with 500
-single pages changed as well. What `add` calls new stands beside what an independent chunker says
-that the changed blocks hold. That chunker is written here from docs/format.md ("Chunking"), and
-shares with the project nothing but the table of weights.
+The parts, of which `--only` chooses some:
 
-(b) Two CRIU dumps of one process, a growing Python heap, two seconds apart.
+chunks    A file of random pages; the same with 7 pages inserted near the front; the same with 500
+          single pages changed as well. Without a parent, what `add` calls new stands beside what
+          an independent chunker says that the changed blocks hold. That chunker is written here
+          from docs/format.md ("Chunking"), and shares with the project the table of weights alone.
+rivals    The test image with single pages changed all over it, beside restic, borg and casync.
+heap, redis, postgres, node
+          CRIU dumps of real processes, before and after they did some work (dumped.py).
+speed     How long `add` takes with the page step, and without it.
+chain     Ten generations of the test image: what they cost, and how fast they come out.
+restores  Ten captures of a real process, and lazy restores of the first and the last.
 
-Beside both: fixed chunks of 64 KiB and 1 MiB (zero chunks cost nothing), and single pages, the
-optimum that any method could reach.
+Beside it: fixed chunks of 64 KiB and 1 MiB (zero chunks cost nothing), and single pages, the
+optimum that any method could reach. Every second image is exported and compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
-import contextlib
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +30,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
+from chain import generations, restores
 from common import (
-    CACHE,
     MIB,
     PAGE,
     Bar,
-    BenchError,
     Icefloe,
     Unavailable,
     arguments,
@@ -42,21 +43,29 @@ from common import (
     human,
     main_guard,
     mapped,
-    parse_size,
     remove,
-    run,
+    same_trees,
     table,
     tree_bytes,
     windows,
     workplace,
     write_json,
 )
+from dumped import SUBJECTS, dumped
 from images import insert_and_scatter, random_pages
+from optimum import optimum
+from page_step import against_rivals, speed
 
 Words = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
 Blocks = dict[bytes, int]
 """The distinct blocks of a folder: identity to length in bytes."""
+
+Results = tuple[dict[str, Any], list[Bar]]
+"""What a part found, as JSON, and its promises."""
+
+Part = Callable[[Icefloe, int, int, Path], Results]
+"""Takes the size asked for, the seed, and an empty folder."""
 
 MIN_PAGES, AVERAGE_PAGES, MAX_PAGES = 16, 64, 256
 ZERO_RUN_PAGES = 16
@@ -65,9 +74,10 @@ ZERO_RUN_PAGES = 16
 OVER_CHANGED_BLOCKS = 1.02
 # Seven pages inserted in one place: at most this share of the file is new.
 OF_THE_FILE = 0.002
+# With a parent: at most this much more than the pages that are nowhere in it.
+OF_THE_OPTIMUM = 1.25
 
-CRIU = CACHE / "criu" / "4.2" / "criu"
-SECONDS_BETWEEN_DUMPS = 2.0
+SINGLE_PAGES, CHANGED_BLOCKS = "single pages", "changed blocks"
 
 
 def _weights() -> Words:
@@ -166,18 +176,6 @@ def new_bytes(base: Path, later: Path, blocks: Callable[[Path], Blocks]) -> int:
     return sum(length for key, length in found.items() if key not in known)
 
 
-def _page_sums(folder: Path) -> Words:
-    """The distinct fingerprints of the whole non-zero pages of a folder's pages files."""
-    looks = [_look(path) for path in files_under(folder) if path.match("pages-*.img")]
-    return np.unique(np.concatenate([mixed[~zero] for mixed, zero in looks]))
-
-
-def new_pages_bytes(base: Path, later: Path) -> int:
-    """Bytes of the single pages that are new: the optimum of page-exact deduplication."""
-    fresh = np.isin(_page_sums(later), _page_sums(base), assume_unique=True, invert=True)
-    return int(np.count_nonzero(fresh)) * PAGE
-
-
 @dataclass(frozen=True)
 class Answer:
     """What one `add` of the second image said, and what the other methods would store."""
@@ -191,27 +189,38 @@ class Answer:
         return {"add": self.added, "seconds": self.seconds, "others": self.others}
 
 
-def second_add(ours: Icefloe, base: Path, later: Path, work: Path) -> Answer:
-    """Store `base` and `later` in a new store; compare with fixed chunks and single pages."""
-    store = work / "store"
+def second_add(
+    ours: Icefloe,
+    base: Path,
+    later: Path,
+    work: Path,
+    *more: str,
+) -> Answer:
+    """Store `base` and `later` in a new store under one name; compare with other methods."""
+    store, out = work / "store", work / "out"
     try:
-        ours.ask(store, "add", base, "first")
-        ran, added = ours.ask(store, "add", later, "second")
+        ours.ask(store, "add", base, "image:first")
+        ran, added = ours.ask(store, "add", later, "image:second", *more)
+        ours.restore(store, "image:second", out)
+        same_trees(later, out)
     finally:
         remove(store)
+        remove(out)
     others = {
         "fixed 64 KiB": new_bytes(base, later, fixed_blocks(64 * 1024)),
         "fixed 1 MiB": new_bytes(base, later, fixed_blocks(MIB)),
-        "single pages": new_pages_bytes(base, later),
     }
     return Answer(added, ran.seconds, others)
 
 
 def print_answers(title: str, answers: dict[str, Answer]) -> None:
     """One table: a row per method, a column per case."""
-    methods = list(next(iter(answers.values())).others)
+    methods = dict.fromkeys(name for answer in answers.values() for name in answer.others)
     rows = [["icefloe: new", *(human(a.added["new_bytes"]) for a in answers.values())]]
-    rows += [[name, *(human(a.others[name]) for a in answers.values())] for name in methods]
+    rows += [
+        [name, *(human(a.others[name]) if name in a.others else "-" for a in answers.values())]
+        for name in methods
+    ]
     rows += [
         ["icefloe: stored", *(human(a.added["stored_bytes"]) for a in answers.values())],
         ["icefloe: seconds", *(f"{a.seconds:.2f}" for a in answers.values())],
@@ -219,10 +228,8 @@ def print_answers(title: str, answers: dict[str, Answer]) -> None:
     table(title, ["new bytes of the second image", *answers], rows)
 
 
-def random_file(
-    ours: Icefloe, size: int, seed: int, work: Path
-) -> tuple[dict[str, Any], list[Bar]]:
-    """Question (a)."""
+def chunks(ours: Icefloe, size: int, seed: int, work: Path) -> Results:
+    """A file of random pages, changed in known ways."""
     base = work / "random"
     base.mkdir()
     random_pages(base / "pages-1.img", size, seed)
@@ -232,122 +239,102 @@ def random_file(
         later.mkdir()
         source, target = base / "pages-1.img", later / "pages-1.img"
         insert_and_scatter(source, target, scattered=scattered, seed=seed)
-        answer = second_add(ours, base, later, work)
-        answer.others["changed blocks"] = new_bytes(base, later, reference_blocks)
-        answers[case] = answer
+        pages = optimum(base, later, addresses=False).anywhere
+        blocks = new_bytes(base, later, reference_blocks)
+        for how, more in (("", ()), (", no parent", ("--parent", "none"))):
+            answer = second_add(ours, base, later, work, *more)
+            answer.others.update({SINGLE_PAGES: pages, CHANGED_BLOCKS: blocks})
+            answers[case + how] = answer
         remove(later)
-    print_answers(f"(a) a file of {human(size)} of random pages", answers)
+    print_answers(f"a file of {human(size)} of random pages", answers)
     new = {case: answer.added["new_bytes"] for case, answer in answers.items()}
-    changed = answers["scattered"].others["changed blocks"]
+    other = answers["scattered"].others
+    changed = new["scattered, no parent"] / other[CHANGED_BLOCKS]
     bars = [
-        Bar(
-            "(a) new, of what the changed blocks hold",
-            new["scattered"] / changed,
-            OVER_CHANGED_BLOCKS,
-            True,
-        ),
-        Bar("(a) new after the insertion, of the file", new["inserted"] / size, OF_THE_FILE, True),
+        Bar("no parent: new, of the changed blocks", changed, OVER_CHANGED_BLOCKS, True),
+        Bar("new after the insertion, of the file", new["inserted"] / size, OF_THE_FILE, True),
+        _of_optimum("scattered pages", answers["scattered"]),
     ]
     facts = {case: answer.facts() for case, answer in answers.items()}
     return {"bytes": size, **facts}, bars
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], said: Path) -> None:
-    """Wait until the heap process has grown to its size."""
-    deadline = time.monotonic() + 120
-    while "ready" not in said.read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise BenchError("the heap process did not get ready: run bench/heap.py by hand")
-        time.sleep(0.05)
+def _of_optimum(what: str, answer: Answer) -> Bar:
+    """The promise about single pages."""
+    of_it = answer.added["new_bytes"] / answer.others[SINGLE_PAGES]
+    return Bar(f"{what}: new, of single pages", of_it, OF_THE_OPTIMUM, True)
 
 
-@contextlib.contextmanager
-def _growing_process(size: int, work: Path) -> Iterator[int]:
-    """Run the growing heap process, detached so that CRIU need not know this terminal."""
-    said = work / "said"
-    script = Path(__file__).with_name("heap.py")
-    with said.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, str(script), "--grow", "--bytes", str(size)],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    try:
-        _wait_until_ready(process, said)
-        yield process.pid
-    finally:
-        process.kill()
-        process.wait()
+def processes(subject: str) -> Part:
+    """The part about one of the real processes. It raises Unavailable."""
+
+    def part(ours: Icefloe, size: int, seed: int, work: Path) -> Results:
+        answers = {}
+        for pair in dumped(subject, size, seed, work):
+            answer = second_add(ours, pair.first, pair.second, work)
+            best = optimum(pair.first, pair.second, addresses=True)
+            answer.others[SINGLE_PAGES] = best.anywhere
+            if best.in_place is not None:
+                answer.others["single pages in place"] = best.in_place
+            answer.others["whole image"] = tree_bytes(pair.second)
+            answers[pair.name] = answer
+        print_answers(f"{subject}, dumped by CRIU", answers)
+        bars = [_of_optimum(name, answer) for name, answer in answers.items()]
+        return {name: answer.facts() for name, answer in answers.items()}, bars
+
+    return part
 
 
-def _require_criu() -> None:
-    """Raise Unavailable, with the reason, where CRIU cannot dump."""
-    if not CRIU.exists():
-        raise Unavailable(f"{CRIU} is missing: run `make criu`")
-    if os.geteuid() != 0:
-        raise Unavailable("CRIU needs root here")
-    try:
-        run([CRIU, "check"])
-    except BenchError as error:
-        raise Unavailable(str(error)) from error
+def _rivals(ours: Icefloe, size: int, seed: int, work: Path) -> Results:
+    """The test image is twice as large as other parts' images, as in bench/ingest.py."""
+    return against_rivals(ours, 2 * size, seed, work)
 
 
-def _dump(pid: int, folder: Path) -> None:
-    """Checkpoint a process and let it run on; the log stays out of the image."""
-    folder.mkdir()
-    log = folder.with_suffix(".log")
-    places: list[str | Path] = ["--images-dir", folder, "--log-file", log]
-    try:
-        run([CRIU, "dump", "--tree", str(pid), "--leave-running", *places])
-    except BenchError as error:
-        last = log.read_text().splitlines()[-1:] if log.exists() else []
-        raise BenchError(f"{error} {' '.join(last)}") from error
+PARTS: dict[str, Part] = {
+    "chunks": chunks,
+    "rivals": _rivals,
+    **{subject: processes(subject) for subject in SUBJECTS},
+    "speed": speed,
+    "chain": generations,
+    "restores": restores,
+}
 
 
-def real_process(ours: Icefloe, size: int, work: Path) -> dict[str, Any]:
-    """Question (b). Raises Unavailable where CRIU cannot run."""
-    _require_criu()
-    first, second = work / "dump-1", work / "dump-2"
-    with _growing_process(size, work) as pid:
-        _dump(pid, first)
-        time.sleep(SECONDS_BETWEEN_DUMPS)
-        _dump(pid, second)
-    answer = second_add(ours, first, second, work)
-    total = tree_bytes(second)
-    title = f"(b) a Python heap dumped twice by CRIU, {human(total)}"
-    print_answers(title, {"later dump": answer})
-    return {"bytes": total, **answer.facts()}
-
-
-def run_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Answer both questions; return the JSON form."""
+def run_parts(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the parts asked for; return the JSON form."""
     ours = Icefloe()
-    with workplace(options.keep) as work:
-        results: dict[str, Any] = {}
-        results["random"], bars = random_file(ours, options.bytes, options.seed, work)
+    results: dict[str, Any] = {}
+    bars: list[Bar] = []
+    for name in options.only:
+        print(f"{name} ...", file=sys.stderr)
         try:
-            results["process"] = real_process(ours, options.heap, work)
+            with workplace(options.keep) as work:
+                results[name], more = PARTS[name](ours, options.bytes, options.seed, work)
         except Unavailable as reason:
-            print(f"\n  (b) skipped: {reason}")
-            results["process"] = {"skipped": str(reason)}
+            print(f"\n  {name} skipped: {reason}")
+            results[name], more = {"skipped": str(reason)}, []
+        bars += more
     bars_table(bars)
     return {**results, "bars": [bar.facts() for bar in bars]}
+
+
+def _parts(text: str) -> list[str]:
+    """Read `redis,node`."""
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in PARTS:
+            raise argparse.ArgumentTypeError(f"no part {name!r}, only {', '.join(PARTS)}")
+    return names
 
 
 def main() -> int:
     parser = arguments(__doc__, "1g")
     parser.add_argument(
-        "--heap",
-        type=parse_size,
-        default=parse_size("256m"),
-        metavar="SIZE",
-        help="size of the process that CRIU dumps (default 256m)",
+        "--only", type=_parts, default=list(PARTS), metavar="PART,...", help="only these parts"
     )
     options = parser.parse_args()
     try:
-        write_json(options.json, {"dedup": run_all(options)})
+        write_json(options.json, {"dedup": run_parts(options)})
     except Unavailable as reason:
         print(f"dedup.py: skipped: {reason}", file=sys.stderr)
         write_json(options.json, {"skipped": str(reason)})

@@ -312,6 +312,18 @@ def with_changes(
         _change_runs(dst / name, fraction, rng)
 
 
+def scatter_changes(folder: Path, fraction: float, rng: np.random.Generator) -> None:
+    """Change `fraction` of an image's pages in place, single ones all over it, each word by one
+    number of the page: what compressed well still does, and no two pages become the same."""
+    for path in sorted(folder.glob("pages-*.img")):
+        pages = path.stat().st_size // PAGE
+        with path.open("r+b", 0) as file:
+            for page in np.sort(rng.choice(pages, int(pages * fraction), replace=False)):
+                old = np.frombuffer(os.pread(file.fileno(), PAGE, int(page) * PAGE), np.uint64)
+                new = old + rng.integers(1, 1 << 64, dtype=np.uint64)
+                os.pwrite(file.fileno(), new.data, int(page) * PAGE)
+
+
 def insert_and_scatter(
     src: Path, dst: Path, inserted: int = 7, at_page: int = 100, scattered: int = 500, seed: int = 1
 ) -> None:

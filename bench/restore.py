@@ -235,12 +235,14 @@ def criu_lazy(made: Checkpoint, started: float) -> Measured:
     return stock_lazy(made, started, made.images)
 
 
-def icefloe_door(policy: str, *more: str) -> Callable[[Checkpoint, float], Measured]:
+def icefloe_door(
+    policy: str, *more: str, image: str = "worker"
+) -> Callable[[Checkpoint, float], Measured]:
     """`icefloe restore` from a store with this policy."""
 
     def door(made: Checkpoint, started: float) -> Measured:
         command = [sys.executable, "-m", "icefloe", "--store", str(made.stores[policy])]
-        command += ["restore", "worker", "--json", *more]
+        command += ["restore", image, "--json", *more]
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         first = first_step(made, started, process)
         assert process.stdout is not None

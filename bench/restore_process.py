@@ -4,8 +4,8 @@
 
 40 % of the memory is noise, as weights are, 20 % is zero, 40 % looks like a heap: pointers and
 small numbers. Every step checks a few pages of each kind against sums taken at the start; SIGUSR1
-asks for a check of all of them. RECORD is one line of fixed size: step, time, full checks made,
-verdict.
+asks for a check of all of them, and SIGUSR2 for a change of 2 % of them, and then such a check.
+RECORD is one line of fixed size: step, time, full checks made, verdict.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ PAGE = 4096
 RECORD_BYTES = 128
 PAGES_A_STEP = 4
 STEP_SECONDS = 0.005
+CHANGED = 0.02
 
 # Filled piece by piece, so that making the memory takes little more than the memory.
 PIECE_WORDS = 8 << 20
@@ -64,6 +65,13 @@ def sums(pages: Words) -> Words:
     return result
 
 
+def change(part: Words, expected: Words, rng: np.random.Generator) -> None:
+    """Write one word into each of some pages, as a process does that runs on; their sums follow."""
+    some = rng.choice(len(part), int(len(part) * CHANGED), replace=False)
+    part[some, rng.integers(0, part.shape[1], len(some))] = noise(rng, len(some))
+    expected[some] = sums(part[some])
+
+
 def main(record: str, size: int, seed: int) -> None:
     """Makes the memory, then steps for ever."""
     rng = np.random.default_rng(seed)
@@ -74,16 +82,22 @@ def main(record: str, size: int, seed: int) -> None:
         parts.append(filled(count, rng, kind).reshape(-1, PAGE // 8))
     expected = [sums(part) for part in parts]
     fd = os.open(record, os.O_RDWR)
-    step = full = asked = 0
+    step = full = asked = changes = 0
 
     def ask(number: int, frame: object) -> None:
-        nonlocal asked
+        nonlocal asked, changes
+        changes += number == signal.SIGUSR2
         asked += 1
 
     signal.signal(signal.SIGUSR1, ask)
+    signal.signal(signal.SIGUSR2, ask)
     while True:
         step += 1
         good = True
+        while changes:
+            changes -= 1
+            for part, want in zip(parts, expected, strict=True):
+                change(part, want, rng)
         for part, want in zip(parts, expected, strict=True):
             some = rng.integers(0, len(part), PAGES_A_STEP)
             good &= bool((sums(part[some]) == want[some]).all())

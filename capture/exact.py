@@ -21,8 +21,8 @@ from icefloe.store.manifest import EXTENT_DTYPE, ZERO, Extents
 # were in others, the file is hardly like its parent, and only every so many stretches are tried,
 # or what stands beside something known.
 _SIMILAR = 0.05
-_PATIENCE = 4096
-_TRIED = 16
+_PATIENCE = 2048
+_TRIED = 64
 
 # What is missing in one place is looked for in the next only if it is more than this.
 _FEW = 0.1
@@ -70,24 +70,25 @@ class Beside:
 
         `shifts`: how much further the parent has what stands around it.
         """
-        position, stretch = views[0].start, memoryview(b"".join(view.raw for view in views))
-        zero = _zero_pages(stretch)
-        count = len(zero)
+        position, count = views[0].start, sum(len(view.raw) for view in views) // PAGE
         found = Pages(np.full(count, NOWHERE, np.int64), np.zeros(count, np.int64))
+        self._skipped += self.lost
+        if self.lost and self._skipped % _TRIED and not shifts:
+            return found, np.zeros(count, np.bool_)
+        stretch = memoryview(b"".join(view.raw for view in views))
+        zero = _zero_pages(stretch)
         content = count - int(zero.sum())
         self._missed += content
-        self._skipped += self.lost
-        if not self.lost or not self._skipped % _TRIED or shifts:
-            best = 0
-            for shift in self._shifts(blocks, stretch, position, shifts, zero, found):
-                missing = ~zero & (found.block == NOWHERE)
-                pages = self._parent.compare(blocks, stretch, position + shift)
-                new = missing & (pages.block != NOWHERE)
-                found.block[new], found.offset[new] = pages.block[new], pages.offset[new]
-                if (more := int(new.sum())) > best:
-                    best, self._shift = more, shift
-            if best > _SIMILAR * content:
-                self._missed = self._skipped = 0
+        best = 0
+        for shift in self._shifts(blocks, stretch, position, shifts, zero, found):
+            missing = ~zero & (found.block == NOWHERE)
+            pages = self._parent.compare(blocks, stretch, position + shift)
+            new = missing & (pages.block != NOWHERE)
+            found.block[new], found.offset[new] = pages.block[new], pages.offset[new]
+            if (more := int(new.sum())) > best:
+                best, self._shift = more, shift
+        if best > _SIMILAR * content:
+            self._missed = self._skipped = 0
         return found, zero
 
     def _shifts(
@@ -104,7 +105,8 @@ class Beside:
         few = max(_FEW * len(zero), MIN_FOUND)
         tried = set()
         for shift in (*near, usual, 0):
-            if (~zero & (found.block == NOWHERE)).sum() > few and shift not in tried:
+            missing = (~zero & (found.block == NOWHERE)).sum()
+            if missing > (few if tried else 0) and shift not in tried:
                 tried.add(shift)
                 yield shift
         for _ in range(_SEARCHES):

@@ -406,9 +406,9 @@ class Ingest:
         if all_known or not self._finds_kin or (found is not None and not found[1].doubtful):
             return found
         # One page alone may be in many images that are not alike.
-        votes = 2 if found is not None and found[1].lost else 1
-        kin = self._kin.find(hooks, votes)
-        if kin is None or (found is not None and _place(found) == _place(kin)):
+        lost = found is not None and found[1].lost
+        kin = self._kin.find(hooks, votes=2 if lost else 1)
+        if kin is None or (found is not None and not lost and _place(found) == _place(kin)):
             return found
         with self._claiming:
             self._beside[path] = kin
