@@ -103,7 +103,7 @@ class Beside:
         """The shifts to try, as long as enough is missing; what comes of them is in `found`."""
         usual = self._shift
         few = max(_FEW * len(zero), MIN_FOUND)
-        tried = set()
+        tried: set[int] = set()
         for shift in (*near, usual, 0):
             missing = (~zero & (found.block == NOWHERE)).sum()
             if missing > (few if tried else 0) and shift not in tried:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ import numpy as np
 from icefloe import durable
 from icefloe.capture import allocator
 from icefloe.capture.blocks import Blocks, BlockSource, StoreSource, read_extents
-from icefloe.capture.images import PAGE
 from icefloe.catalog import LocalStore
 from icefloe.durable import Buffer
 from icefloe.errors import ExportExists
@@ -98,6 +97,19 @@ def export_image(
     return ExportResult(image, len(manifest.files), manifest.logical_bytes, written)
 
 
+class _Room:
+    """Memory that a thread uses again and again."""
+
+    def __init__(self) -> None:
+        self._content = memoryview(b"")
+
+    def of(self, length: int) -> memoryview:
+        """So many bytes, whatever they hold."""
+        if length > len(self._content):
+            self._content = memoryview(bytearray(length))
+        return self._content[:length]
+
+
 def _staging_place(destination: Path) -> Path:
     """Beside the destination; inside of it when it is a mount, which nothing can replace."""
     if destination.is_mount():
@@ -137,7 +149,7 @@ def write_files(
     spans, lock, failed = _spans(manifest), threading.Lock(), threading.Event()
 
     def work() -> int:
-        written = 0
+        written, room = 0, _Room()
         try:
             with closing(source.open()) as blocks:
                 while not failed.is_set():
@@ -145,7 +157,7 @@ def write_files(
                         span = next(spans, None)
                     if span is None:
                         break
-                    written += _write_span(blocks, manifest, root, span)
+                    written += _write_span(blocks, manifest, root, span, room)
                     progress(int(manifest.extents["length"][span.first : span.last].sum()))
         except BaseException:
             failed.set()
@@ -194,12 +206,12 @@ def _spans(manifest: Manifest) -> Iterator[_Span]:
             first, offset = last, int(ends[last - 1])
 
 
-def _write_span(blocks: Blocks, manifest: Manifest, root: Path, span: _Span) -> int:
+def _write_span(blocks: Blocks, manifest: Manifest, root: Path, span: _Span, room: _Room) -> int:
     """Writes the bytes of a span; returns how many."""
     extents = manifest.extents[span.first : span.last]
     pieces = read_extents(blocks, extents)
     if _is_fragmented(extents):
-        pieces = _assembled(blocks, extents)
+        pieces = _assembled(blocks, extents, room)
     fd = os.open(root / span.file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     written, position = 0, span.offset
     try:
@@ -214,35 +226,38 @@ def _write_span(blocks: Blocks, manifest: Manifest, root: Path, span: _Span) -> 
 
 
 def _is_fragmented(extents: Extents) -> bool:
-    """Whether these are many small pieces of whole pages."""
-    data = extents[extents["block"] != ZERO]
-    whole = (data["length"] % PAGE == 0) & (data["offset"] % PAGE == 0)
-    return len(data) >= _FRAGMENTED * len(np.unique(data["block"])) and bool(whole.all())
+    """Whether these are many small pieces of few blocks."""
+    data = extents["block"][extents["block"] != ZERO]
+    return len(data) > 0 and len(data) >= _FRAGMENTED * len(np.unique(data))
 
 
-def _assembled(blocks: Blocks, extents: Extents) -> Iterator[tuple[Buffer | None, int]]:
-    """Like `read_extents`, with as much as possible in one piece; each block is decoded once."""
+def _assembled(
+    blocks: Blocks, extents: Extents, room: _Room
+) -> Iterator[tuple[Buffer | None, int]]:
+    """Like `read_extents`, with as much as possible in one piece; each block is decoded once.
+
+    What is handed out lies in `room`.
+    """
     is_zero = extents["block"] == ZERO
     data = extents[~is_zero]
-    counts = (data["length"] // PAGE).astype(np.int64)
-    firsts = np.cumsum(counts) - counts
-    within = np.arange(counts.sum()) - np.repeat(firsts, counts)
-    sources = np.repeat((data["offset"] // PAGE).astype(np.int64), counts) + within
-    numbers, owners = np.unique(np.repeat(data["block"], counts), return_inverse=True)
-    targets = np.argsort(owners, kind="stable")
-    bounds = np.searchsorted(owners[targets], np.arange(len(numbers) + 1)).tolist()
-    content = np.empty((len(sources), PAGE), np.uint8)
+    ends = np.cumsum(data["length"], dtype=np.int64)
+    by_block = np.argsort(data["block"], kind="stable")
+    numbers, counts = np.unique(data["block"], return_counts=True)
+    places = ends - data["length"].astype(np.int64)
+    columns = (data["offset"], data["length"], places)
+    pieces = zip(*(column[by_block].tolist() for column in columns), strict=True)
+    content = room.of(int(ends[-1]))
     fetched = chain.from_iterable(blocks.fetch(numbers.tolist()))
-    for (_, raw), first, last in zip(fetched, bounds[:-1], bounds[1:], strict=True):
-        pages = np.frombuffer(raw, np.uint8, len(raw) // PAGE * PAGE).reshape(-1, PAGE)
-        content[targets[first:last]] = pages[sources[targets[first:last]]]
+    for (_, raw), count in zip(fetched, counts.tolist(), strict=True):
+        source = memoryview(raw)
+        for offset, length, place in islice(pieces, count):
+            content[place : place + length] = source[offset : offset + length]
     done = 0
     edges = (np.flatnonzero(np.diff(is_zero)) + 1).tolist()
     for start, end in pairwise([0, *edges, len(extents)]):
         length = int(extents["length"][start:end].sum())
-        piece = None if is_zero[start] else content[done // PAGE : (done + length) // PAGE]
-        done += 0 if piece is None else length
-        yield None if piece is None else piece.reshape(-1).data, length
+        yield None if is_zero[start] else content[done : done + length], length
+        done += 0 if is_zero[start] else length
 
 
 def _pwrite(fd: int, raw: memoryview, position: int) -> None:
