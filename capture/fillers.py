@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -408,14 +409,13 @@ class _Process:
             for first, last, sources in self._decoded(order.locations):
                 done = first
                 part = pieces[bounds[first] : bounds[last]]
-                runs = list(_runs(part, sources[part["unit"] - first]))
-                at = 0
-                while at < len(runs):
-                    at += self._put_small(order.slot, runs[at : _end_of_small(runs, at)])
-                    if at < len(runs):
-                        done = max(done, bisect_right(bounds, bounds[first] + runs[at].piece) - 1)
-                        self._put(order.slot, runs[at])
-                        at += 1
+                runs = _runs(part, sources[part["unit"] - first])
+                for at, end in runs.groups():
+                    done = bisect_right(bounds, bounds[first] + int(runs.first[at])) - 1
+                    at += self._put_small(order.slot, runs, at, end)
+                    for i in range(at, end):
+                        done = bisect_right(bounds, bounds[first] + int(runs.first[i])) - 1
+                        self._put(order.slot, runs[i])
                 done = last
         except _CalledOff:
             return done, Outcome.CALLED_OFF
@@ -441,13 +441,12 @@ class _Process:
         if first < len(locations):
             yield first, len(locations), np.zeros(len(locations) - first, np.uint64)
 
-    def _put_small(self, slot: int, runs: Sequence["_Run"]) -> int:
-        """Copies runs to one space, as many as nothing stands in the way of. Raises _CalledOff."""
-        if not runs:
+    def _put_small(self, slot: int, runs: "_Runs", first: int, end: int) -> int:
+        """Copies runs of a group, as many as nothing stands in the way of. Raises _CalledOff."""
+        if not runs.small[first]:
             return 0
         with self.lock.held(slot):
-            pieces = ((run.address, run.source, run.length) for run in runs)
-            return uffd.copy_all(self.spaces[runs[0].space], pieces)
+            return uffd.copy_all(self.spaces[int(runs.space[first])], runs.arguments(first, end))
 
     def _put(self, slot: int, run: "_Run") -> None:
         """Fills memory, as far as it is not there. Raises _Trouble, _CalledOff."""
@@ -472,44 +471,62 @@ class _Process:
 
 
 class _Run(NamedTuple):
-    """Pieces that follow one another, in memory and in ours: the first, and where they are.
+    """Pieces that follow one another, in memory and in ours: in which space, and where they are.
 
     `source` is where in our memory, 0 for zeros.
     """
 
-    piece: int
     space: int
     address: int
     length: int
     source: int
 
 
-def _end_of_small(runs: Sequence[_Run], first: int) -> int:
-    """Runs from the first on that one lock is enough for: of one space, and not too much."""
-    space, left = runs[first].space, _COPY_BYTES
-    for i in range(first, len(runs)):
-        run = runs[i]
-        left -= run.length
-        if left < 0 or not run.source or run.space != space:
-            return i
-    return len(runs)
+@dataclass(slots=True)
+class _Runs:
+    """Runs as columns. `first` is the index of the first piece of each."""
+
+    first: NDArray[np.intp]
+    space: NDArray[np.uint32]
+    address: NDArray[np.uint64]
+    length: NDArray[np.uint64]
+    source: NDArray[np.uint64]
+    small: NDArray[np.bool_] = field(init=False)
+    _arguments: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.small = (self.source != 0) & (self.length <= _COPY_BYTES)
+        self._arguments = uffd.copy_arguments(self.address, self.source, self.length)
+
+    def __getitem__(self, i: int) -> _Run:
+        columns = (self.space, self.address, self.length, self.source)
+        return _Run(*(int(column[i]) for column in columns))
+
+    def arguments(self, first: int, end: int) -> bytes:
+        """For uffd.copy_all."""
+        return self._arguments[first * uffd.COPY_BYTES : end * uffd.COPY_BYTES]
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """Runs [first, end) for which one lock is enough: small ones in one space, not too many."""
+        if not len(self.first):
+            return
+        parts = np.cumsum(self.length) // _COPY_BYTES
+        edges = self.space[1:] != self.space[:-1]
+        edges |= (parts[1:] != parts[:-1]) | ~self.small[1:] | ~self.small[:-1]
+        bounds = [0, *(np.flatnonzero(edges) + 1).tolist(), len(self.first)]
+        yield from pairwise(bounds)
 
 
-def _runs(pieces: NDArray[np.void], starts: NDArray[np.uint64]) -> Iterator[_Run]:
+def _runs(pieces: NDArray[np.void], starts: NDArray[np.uint64]) -> _Runs:
     """The runs of these pieces; `starts` is where in our memory the block of each is, or 0."""
-    if not len(pieces):
-        return
-    address, length = pieces["address"], pieces["length"]
+    address, length, space = pieces["address"], pieces["length"], pieces["space"]
     source = np.where(starts == 0, np.uint64(0), starts + pieces["offset"])
     joins = np.zeros(len(pieces), np.bool_)
-    joins[1:] = (address[1:] == address[:-1] + length[:-1]) & (
-        pieces["space"][1:] == pieces["space"][:-1]
-    )
+    joins[1:] = (address[1:] == address[:-1] + length[:-1]) & (space[1:] == space[:-1])
     joins[1:] &= source[1:] == np.where(starts[:-1] == 0, np.uint64(0), source[:-1] + length[:-1])
     first = np.flatnonzero(~joins)
-    lengths = np.add.reduceat(length, first)
-    columns = (first, pieces["space"][first], address[first], lengths, source[first])
-    yield from map(_Run, *(column.tolist() for column in columns))
+    lengths = np.add.reduceat(length, first) if len(first) else length
+    return _Runs(first, space[first], address[first], lengths, source[first])
 
 
 def _serve(channel: socket.socket, lock: _Lock, layout: Layout, parent: int) -> None:

@@ -14,6 +14,7 @@ import random
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -97,7 +98,8 @@ def children(pid: int | str = "self") -> list[int]:
     """The children of a process, dead ones included, in the order of their birth."""
     found = []
     for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: int(task.name)):
-        found += [int(word) for word in (task / "children").read_text().split()]
+        with suppress(FileNotFoundError):  # a thread may end meanwhile
+            found += [int(word) for word in (task / "children").read_text().split()]
     return found
 
 
@@ -1591,7 +1593,25 @@ def test_runs(table: tuple[NDArray[np.void], NDArray[np.uint64]]) -> None:
                 expected[-1][3] += length
                 continue
         expected.append([i, space, address, length, source])
-    assert [list(run) for run in filling._runs(pieces, starts)] == expected
+    runs = filling._runs(pieces, starts)
+    assert [[int(runs.first[i]), *runs[i]] for i in range(len(runs.first))] == expected
+    small = [source != 0 and size <= filling._COPY_BYTES for *_, size, source in expected]
+    ends = 0
+    for first, end in runs.groups():
+        assert first == ends < end
+        ends = end
+        if end - first > 1:
+            assert all(small[first:end]) and len({run[1] for run in expected[first:end]}) == 1
+            assert sum(run[3] for run in expected[first:end]) <= 2 * filling._COPY_BYTES
+        assert uffd_pieces(runs.arguments(first, end)) == [
+            (address, source, size) for _, _, address, size, source in expected[first:end]
+        ]
+    assert ends == len(expected)
+
+
+def uffd_pieces(arguments: bytes) -> list[tuple[int, int, int]]:
+    """Address, source and length of each of the arguments of uffd.copy_all."""
+    return [(a, s, n) for a, s, n, _, _ in struct.iter_unpack("<QQQQq", arguments)]
 
 
 @given(
@@ -1684,12 +1704,12 @@ class Memory:
         assert self._said and length <= filling._ZERO_BYTES
         return self._put(fd, address, bytes(length))
 
-    def copy_all(self, fd: int, pieces: Iterable[tuple[int, int, int]]) -> int:
+    def copy_all(self, fd: int, arguments: bytes) -> int:
         """See uffd. The second of these meets what was said."""
         said, done, total = self._said, 0, 0
-        for address, source, length in pieces:
+        for address, source, length in uffd_pieces(arguments):
             total += length
-            assert said and total <= filling._COPY_BYTES
+            assert said and total <= 2 * filling._COPY_BYTES
             self._said = said if done else "all"
             if self.copy(fd, address, source, length)[1]:
                 break
