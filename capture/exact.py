@@ -78,7 +78,6 @@ class Beside:
         stretch = memoryview(b"".join(view.raw for view in views))
         zero = _zero_pages(stretch)
         content = count - int(zero.sum())
-        self._missed += content
         best = 0
         for shift in self._shifts(blocks, stretch, position, shifts, zero, found):
             missing = ~zero & (found.block == NOWHERE)
@@ -87,8 +86,11 @@ class Beside:
             found.block[new], found.offset[new] = pages.block[new], pages.offset[new]
             if (more := int(new.sum())) > best:
                 best, self._shift = more, shift
+        # Only now: others are at it, too, and what they are at is not missed yet.
         if best > _SIMILAR * content:
             self._missed = self._skipped = 0
+        else:
+            self._missed += content
         return found, zero
 
     def _shifts(
