@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,13 @@ from common import (
 )
 from images import mixed, random_pages, scatter_changes, with_changes
 from optimum import optimum
+from restore import SHM
 from rivals import rivals
 from subjects import warm_memory
 
 CHANGED = 0.05
 INSERTIONS = 2
-ROUNDS = 3
+ROUNDS = 5
 
 # Of what the best rival adds, icefloe adds at most this much.
 OF_THE_BEST = 0.1
@@ -108,9 +110,10 @@ def _copy_of_store(store: Path, copy: Path) -> None:
     shutil.copytree(store, copy, copy_function=one)
 
 
-def _seconds(ours: Icefloe, base: Path, later: Path, work: Path) -> dict[str, float]:
+def _seconds(ours: Icefloe, base: Path, later: Path) -> dict[str, float]:
     """Medians of `add` of `later`, with `base` as parent and without parent, in turns."""
-    store, copy = work / "store", work / "copy"
+    place = Path(tempfile.mkdtemp(prefix="icefloe-bench-", dir=SHM))  # a disk has moods
+    store, copy = place / "store", place / "copy"
     ours.ask(store, "add", base, "image:base")
     found: dict[str, list[float]] = {"parent": [], "none": []}
     for number in range(ROUNDS + 1):  # the first one warms up
@@ -127,7 +130,7 @@ def _seconds(ours: Icefloe, base: Path, later: Path, work: Path) -> dict[str, fl
             if number:
                 times.append(ran.seconds)
             remove(copy)
-    remove(store)
+    remove(place)
     return {how: median(times) for how, times in found.items()}
 
 
@@ -146,7 +149,7 @@ def speed(ours: Icefloe, size: int, seed: int, work: Path) -> tuple[dict[str, An
     facts: dict[str, dict[str, float]] = {}
     bars: list[Bar] = []
     for case, (later, bound) in cases.items():
-        facts[case] = _seconds(ours, base, later, work)
+        facts[case] = _seconds(ours, base, later)
         times = facts[case]["parent"] / facts[case]["none"]
         bars.append(Bar(f"add, {case}: of the time without parent", times, bound, True))
     for folder in (base, other, similar):

@@ -37,10 +37,14 @@ from icefloe.store.reader import Location
 # map the kernel's one zero page, so they cost nothing but page table entries.
 _ZERO_AROUND = 64 * PAGE
 
-# Units that are taken at once. The first are wanted soonest, so they are taken a few at a time,
-# and then as many as were taken before, divided by this.
-_FEWEST, _MOST = 4, 64
+# Units that are taken at once, and their bytes. The first are wanted soonest, so they are taken a
+# few at a time, and then as much as was taken before, divided by this.
+_MOST_UNITS = 256
+_FEWEST_BYTES, _MOST_BYTES = 1 << 20, 16 << 20
 _TAKEN_BEFORE = 32
+
+# Units that are taken once more, at once: some of them may be in somebody's way.
+_AGAIN = 64
 
 # Zero units that a thread puts in before it looks for faults.
 _ZEROS = 16
@@ -108,6 +112,7 @@ class Fill:
         self._source = source
         self._order = order
         self._next = 0
+        self._taken = 0
         self._again: list[int] = []
         self._fillers = Fillers()
         self._spaces: list[tuple[Space, ...]] = [() for _ in plan.tasks]
@@ -380,15 +385,23 @@ class Fill:
         with self._claiming:
             while self._again or self._next < len(self._order):
                 if self._again:
-                    units, self._again = np.array(self._again[:_MOST]), self._again[_MOST:]
+                    units = np.array(self._again[:_AGAIN])
+                    self._again = self._again[_AGAIN:]
                 else:
-                    count = min(max(self._next // _TAKEN_BEFORE, _FEWEST), _MOST)
-                    units = self._order[self._next : self._next + count]
-                    self._next += count
+                    units = self._next_units(self._order)
                 if len(units := units[~self._claimed[units]]):
                     found: list[int] = units.tolist()
                     return found
         return []
+
+    def _next_units(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
+        units = order[self._next : self._next + _MOST_UNITS]
+        total = np.cumsum(self._plan.costs[units])
+        most = min(max(self._taken // _TAKEN_BEFORE, _FEWEST_BYTES), _MOST_BYTES)
+        units = units[: max(int(np.searchsorted(total, most, side="right")), 1)]
+        self._next += len(units)
+        self._taken += int(total[len(units) - 1])
+        return units
 
     def _claim(self, units: list[int]) -> list[int]:
         """Those of these units that nobody else has claimed; whoever claims one puts it in."""

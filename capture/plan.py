@@ -77,6 +77,9 @@ class Plan:
         self._numbers = np.argsort(units, kind="stable")
         self._sorted_units = units[self._numbers]
         self.bytes = int(rows["length"].sum())
+        # By unit, the bytes that are to be copied; zeros cost next to nothing.
+        lengths = np.where(zero, 0, rows["length"]).astype(np.float64)
+        self.costs = np.bincount(units, lengths, self.units).astype(np.int64)
 
     @property
     def units(self) -> int:

@@ -51,6 +51,7 @@ from processes import adopting_orphans, wait_until
 from puppet import PAGE, Puppet, digest
 from restores import state_of
 
+from icefloe.capture import fill as filler_user
 from icefloe.capture import fillers as filling
 from icefloe.capture import restore, uffd
 from icefloe.capture.blocks import StoreSource
@@ -112,6 +113,12 @@ def descriptors(pid: int | str = "self") -> dict[int, str]:
             if "/catalog/" not in target:
                 found[int(name)] = target
     return found
+
+
+@pytest.fixture(autouse=True)
+def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many of them, though there is little memory."""
+    monkeypatch.setattr(filler_user, "_FEWEST_BYTES", 64 << 10)
 
 
 @pytest.fixture
