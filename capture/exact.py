@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from icefloe.capture.assembly import merge
 from icefloe.capture.blocks import Blocks
 from icefloe.capture.images import PAGE
-from icefloe.capture.parent import MIN_FOUND, NOWHERE, Budget, Pages, ParentFile
+from icefloe.capture.parent import MIN_FOUND, NOWHERE, Budget, Pages, ParentFile, join
 from icefloe.chunker import MAX_BLOCK, runs
 from icefloe.ids import BlockId
 from icefloe.store.manifest import EXTENT_DTYPE, ZERO, Extents
@@ -173,13 +173,8 @@ def divide(
     if not looked:
         return []
     # What is left of a window is in one block, of which each stretch of the next has a little.
-    parts = [pages for pages, _ in looked]
-    joined = Pages(
-        np.concatenate([part.block for part in parts]),
-        np.concatenate([part.offset for part in parts]),
-    )
     zero = np.concatenate([zero for _, zero in looked])
-    spent = beside.budget.spend(joined, zero)
+    spent = beside.budget.spend(join([pages for pages, _ in looked]), zero)
     found: list[Run] = []
     done = 0
     for first, last in stretches:

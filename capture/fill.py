@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from icefloe.capture import uffd
 from icefloe.capture.blocks import Blocks, BlockSource
-from icefloe.capture.fillers import MAX_PIECES, PIECE_DTYPE, Fillers, Outcome, Request
+from icefloe.capture.fillers import MAX_PIECES, Fillers, Request
+from icefloe.capture.filling import PIECE_DTYPE, Outcome
 from icefloe.capture.images import PAGE
 from icefloe.capture.plan import Plan, Row, Segments
 from icefloe.capture.spaces import Space
@@ -162,7 +163,7 @@ class Fill:
         Without any, a thread does.
         """
         self._fillers = fillers
-        self._add_thread("fill", partial(self._dispatch, fillers, locate))
+        self._add_thread("fill", partial(self._dispatch, locate))
 
     def _add_thread(self, name: str, work: Callable[[Lane], None]) -> None:
         lane = Lane()
@@ -261,20 +262,19 @@ class Fill:
             while (fault := self._faults.get()) is not None:
                 self._serve(lane, blocks, fault)
 
-    def _dispatch(self, fillers: Fillers, locate: Locate, lane: Lane) -> None:
+    def _dispatch(self, locate: Locate, lane: Lane) -> None:
+        fillers = self._fillers
         with closing(self._source.open()) as own:
             while fillers.alive and not self._stopping.is_set():
                 while fillers.ready and (units := self._take()):
-                    self._ask(fillers, locate, units, lane, own)
+                    self._ask(locate, units, lane, own)
                 if not fillers.busy:
                     return
                 for request, count, outcome in fillers.answers(_LOOK_SECONDS):
                     self._settle(request, count, outcome, lane, own)
             self._work(own, lane)  # what is left when no process is
 
-    def _ask(
-        self, fillers: Fillers, locate: Locate, units: list[int], lane: Lane, own: Blocks
-    ) -> None:
+    def _ask(self, locate: Locate, units: list[int], lane: Lane, own: Blocks) -> None:
         """Has these units filled, or as many of them as one request can have."""
         located = iter(locate([unit for unit in units if unit < self._plan.blocks]))
         locations = [next(located) if unit < self._plan.blocks else None for unit in units]
@@ -282,13 +282,13 @@ class Fill:
         with lane.lock:
             pieces, spaces = self._pieces(segments)
             if len(pieces) <= MAX_PIECES:
-                fillers.ask(Request(units, locations, segments, pieces, spaces))
+                self._fillers.ask(Request(units, locations, segments, pieces, spaces))
                 return
         if len(units) == 1:
             self._put_unit(lane, own, units[0])
         else:
             self._put_back(units[len(units) // 2 :])
-            self._ask(fillers, locate, units[: len(units) // 2], lane, own)
+            self._ask(locate, units[: len(units) // 2], lane, own)
 
     def _pieces(self, segments: Segments) -> tuple[NDArray[np.void], list[Space]]:
         """What of these is to be filled now, and in which spaces. Under the lane's lock."""
@@ -353,9 +353,12 @@ class Fill:
     def _put_unit(self, lane: Lane, own: Blocks, unit: int) -> None:
         """Puts one unit in without anybody's help."""
         if self._claim([unit]):
-            raws = dict(next(own.fetch([unit]))) if unit < self._plan.blocks else {}
-            self._put_rows(lane, self._plan.rows([unit]), raws)
+            self._put_rows(lane, self._plan.rows([unit]), self._raws(own, unit))
             self._finished(1)
+
+    def _raws(self, blocks: Blocks, unit: int) -> Raws:
+        """The block of a unit, if it has one."""
+        return dict(next(blocks.fetch([unit]))) if unit < self._plan.blocks else {}
 
     def _work(self, ahead: Blocks, lane: Lane) -> None:
         with closing(self._source.open()) as urgent:
@@ -453,8 +456,8 @@ class Fill:
         if block == ZERO:
             self._put(lane, space, origin, origin + PAGE, 0)
             return
-        ((_, raw),) = next(blocks.fetch([block]))
-        self._put(lane, space, origin, origin + PAGE, _address(raw) + offset + origin - vaddr)
+        source = uffd.address_of(self._raws(blocks, block)[block]) + offset + origin - vaddr
+        self._put(lane, space, origin, origin + PAGE, source)
 
     def _put_touched(
         self, lane: Lane, blocks: Blocks, space: Space, number: int, origin: int
@@ -466,11 +469,11 @@ class Fill:
         if not self._claim([claim]):
             return
         self.touches.append(Touch(space.task, origin, time.monotonic() - self.started_at))
-        raws = dict(next(blocks.fetch([unit]))) if unit < plan.blocks else {}
+        raws = self._raws(blocks, unit)
         rows = plan.rows([unit]) if ahead else plan.row(number)
         for vaddr, length, offset, task, _, block in rows:
             if task == space.task and vaddr <= origin < vaddr + length and block != ZERO:
-                source = _address(raws[block]) + offset + origin - vaddr
+                source = uffd.address_of(raws[block]) + offset + origin - vaddr
                 self._put(lane, space, origin, origin + PAGE, source)
         self._put_rows(lane, rows, raws)
         if ahead:
@@ -582,11 +585,6 @@ def _pieces_of(space: Space, segments: Segments) -> NDArray[np.void]:
     return np.array(found, PIECE_DTYPE)
 
 
-def _address(raw: Buffer) -> int:
-    """Where in our memory these bytes are."""
-    return int(np.frombuffer(raw, np.uint8).__array_interface__["data"][0])
-
-
 def _runs(rows: Sequence[Row], raws: Raws) -> Iterator[tuple[int, range, int, int, int]]:
     """What one system call puts in: task, numbers of segments, vaddr, end, source.
 
@@ -594,7 +592,7 @@ def _runs(rows: Sequence[Row], raws: Raws) -> Iterator[tuple[int, range, int, in
     """
     task, numbers, vaddr, end, source = 0, range(0), 0, 0, 0
     for start, length, offset, owner, number, block in rows:
-        at = 0 if block == ZERO else _address(raws[block]) + offset
+        at = 0 if block == ZERO else uffd.address_of(raws[block]) + offset
         if (
             len(numbers)
             and number == numbers.stop

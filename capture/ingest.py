@@ -18,7 +18,7 @@ import numpy as np
 from icefloe.capture import allocator, exact
 from icefloe.capture.assembly import Assembly
 from icefloe.capture.blocks import Blocks
-from icefloe.capture.exact import Beside, Run, View
+from icefloe.capture.exact import Run, View
 from icefloe.capture.kin import Hooks, Kin, hooks_of
 from icefloe.capture.parent import NOWHERE, Parent, ParentChoice
 from icefloe.capture.windows import CARRY_BYTES, Buffer, Group, OpenFile, Window, Windows
@@ -145,10 +145,7 @@ class Ingest:
         """What was written, once that is finished."""
         self._store = store
         self._assembly = Assembly()
-        self._parent = parent
-        self._kin = Kin(store)
-        self._finds_kin = options.parent is None
-        self._beside: dict[str, tuple[Parent, Beside]] = {}
+        self._kin = Kin(store, parent, searches=options.parent is None)
         self._writer = PackWriter(store.layout)
         self._new_bytes = 0
         self._new_blocks = 0
@@ -284,7 +281,9 @@ class Ingest:
         with self._cutting.turn(group.sequence):
             pass  # groups are not cut
         content = memoryview(group.content)
-        (number,), blocks = self._code([block_id(content)], [content], worker)
+        identity = block_id(content)
+        stored = {identity: self._store.catalog.known([identity])[0]}
+        (number,), blocks = self._code([identity], [content], stored, worker)
         with self._appending.turn(group.sequence):
             offset = 0
             for path, size in group.files:
@@ -353,12 +352,15 @@ class Ingest:
     ) -> tuple[list[Extents], list[StoredBlock]]:
         """The extents of these blocks, and the stored form of what nobody has yet."""
         ids = [block_id(view.raw) for view in views]
-        parent, runs = self._divide(file, views, ids, hooks, worker)
+        stored = dict(zip(ids, self._store.catalog.known(ids), strict=True))
+        parent, runs = self._divide(file, views, ids, stored, hooks, worker)
         rest, places = exact.gather(views, runs)
         divided = {i for run in runs for i in range(run.first, run.last)}
         whole = [i for i in range(len(views)) if i not in divided]
-        every = [ids[i] for i in whole] + list(map(block_id, rest))
-        numbers, blocks = self._code(every, [views[i].raw for i in whole] + rest, worker)
+        left_ids = list(map(block_id, rest))
+        stored |= zip(left_ids, self._store.catalog.known(left_ids), strict=True)
+        every = [ids[i] for i in whole] + left_ids
+        numbers, blocks = self._code(every, [views[i].raw for i in whole] + rest, stored, worker)
         # The extents of a run stand for all of its blocks.
         coded = [np.zeros(0, EXTENT_DTYPE)] * len(views)
         for i, number in zip(whole, numbers, strict=False):
@@ -373,6 +375,7 @@ class Ingest:
         file: OpenFile,
         views: Sequence[View],
         ids: Sequence[BlockId],
+        stored: Mapping[BlockId, bool],
         hooks: Hooks | None,
         worker: "_Worker",
     ) -> tuple[Parent | None, list[Run]]:
@@ -380,9 +383,8 @@ class Ingest:
         if hooks is None or not views:
             return None, []
         with self._claiming:
-            claimed = [self._assembly.has(identity) for identity in ids]
-        known = [a or b for a, b in zip(claimed, self._store.catalog.known(ids), strict=True)]
-        found = self._find_beside(file.path, hooks, all(known))
+            known = [stored[identity] or self._assembly.has(identity) for identity in ids]
+        found = self._kin.beside(file.path, hooks, all_known=all(known))
         if found is None:
             return None, []
         parent, beside = found
@@ -391,28 +393,6 @@ class Ingest:
             return None, []
         blocks = worker.blocks_of(parent)
         return parent, exact.divide(beside, blocks, views, known, beside.positions(ids))
-
-    def _find_beside(
-        self, path: str, hooks: Hooks, all_known: bool
-    ) -> tuple[Parent, Beside] | None:
-        """Where a file stands beside the same file of the parent, or beside one that it is like."""
-        with self._claiming:
-            found = self._beside.get(path)
-            if found is None and self._parent is not None:
-                theirs = self._parent.file(path)
-                if theirs is not None:
-                    found = self._parent, Beside(theirs, self._parent.budget)
-                    self._beside[path] = found
-        if all_known or not self._finds_kin or (found is not None and not found[1].doubtful):
-            return found
-        # One page alone may be in many images that are not alike.
-        lost = found is not None and found[1].lost
-        kin = self._kin.find(hooks, votes=2 if lost else 1)
-        if kin is None or (found is not None and not lost and _place(found) == _place(kin)):
-            return found
-        with self._claiming:
-            self._beside[path] = kin
-        return kin
 
     def _number_bases(self, parent: Parent | None, runs: Sequence[Run]) -> dict[int, int]:
         """The numbers that the parent's blocks get in this image."""
@@ -426,9 +406,16 @@ class Ingest:
             }
 
     def _code(
-        self, ids: Sequence[BlockId], raws: Sequence[memoryview], worker: "_Worker"
+        self,
+        ids: Sequence[BlockId],
+        raws: Sequence[memoryview],
+        stored: Mapping[BlockId, bool],
+        worker: "_Worker",
     ) -> tuple[list[int], list[StoredBlock]]:
-        """The numbers of all blocks, and the stored form of those that nobody has yet."""
+        """The numbers of all blocks, and the stored form of those that nobody has yet.
+
+        `stored` says which are in the store.
+        """
         numbers: list[int] = []
         fresh: dict[BlockId, memoryview] = {}
         with self._claiming:
@@ -437,11 +424,10 @@ class Ingest:
                 numbers.append(number)
                 if is_new:  # this thread takes care of it
                     fresh[identity] = raw
-        known = self._store.catalog.known(list(fresh))
         blocks = []
         encode = self._encode(worker)
-        for (identity, raw), is_known in zip(fresh.items(), known, strict=True):
-            if not is_known:
+        for identity, raw in fresh.items():
+            if not stored[identity]:
                 coded = encode(raw)
                 block = StoredBlock(identity, Kind.DATA, coded.codec, len(raw), coded.payload)
                 blocks.append(block)
@@ -453,7 +439,3 @@ class Ingest:
             self._writer.append(blocks)
             self._new_blocks += len(blocks)
             self._new_bytes += sum(block.raw_length for block in blocks)
-
-
-def _place(found: tuple[Parent, Beside]) -> tuple[BlockId, int]:
-    return found[0].image, found[1].number

@@ -47,10 +47,14 @@ def hooks_of(marks: Marks, offset: int) -> Hooks:
 
 
 class Kin:
-    """The hooks of an image in the making, and the images that they lead to. Threads share it."""
+    """What the files of an image in the making are laid beside. Threads share it."""
 
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: LocalStore, parent: Parent | None, *, searches: bool) -> None:
+        """`parent` is the image that it is likely to be like; `searches`: others will do, too."""
         self._store = store
+        self._parent = parent
+        self._searches = searches
+        self._beside: dict[str, tuple[Parent, Beside]] = {}
         self._gathered: dict[str, list[Hooks]] = {}
         self._parents: dict[BlockId, Parent | None] = {}
         self._lock = threading.Lock()
@@ -61,7 +65,32 @@ class Kin:
             with self._lock:
                 self._gathered.setdefault(path, []).append(hooks)
 
-    def find(self, hooks: Hooks, votes: int) -> tuple[Parent, Beside] | None:
+    def beside(self, path: str, hooks: Hooks, *, all_known: bool) -> tuple[Parent, Beside] | None:
+        """How a file lies beside the same file of the parent, or beside one that it is like.
+
+        `hooks` are those of a window; with `all_known` nothing of it is looked for.
+        """
+        with self._lock:
+            found = self._beside.get(path) or self._same_file(path)
+        if all_known or not self._searches or (found is not None and not found[1].doubtful):
+            return found
+        # One page alone may be in many images that are not alike.
+        lost = found is not None and found[1].lost
+        kin = self._find(hooks, votes=2 if lost else 1)
+        if kin is None or (found is not None and not lost and _place(found) == _place(kin)):
+            return found
+        with self._lock:
+            self._beside[path] = kin
+        return kin
+
+    def _same_file(self, path: str) -> tuple[Parent, Beside] | None:
+        theirs = None if self._parent is None else self._parent.file(path)
+        if self._parent is None or theirs is None:
+            return None
+        self._beside[path] = self._parent, Beside(theirs, self._parent.budget)
+        return self._beside[path]
+
+    def _find(self, hooks: Hooks, votes: int) -> tuple[Parent, Beside] | None:
         """What most of these hooks stood in, so many at least, and how it lies beside."""
         fingerprints, first = np.unique(hooks.fingerprints, return_index=True)
         which, rows = self._store.catalog.hooks(fingerprints)
@@ -70,7 +99,7 @@ class Kin:
             if count < votes:
                 return None
             with self._lock:
-                parent = self._parent(image)
+                parent = self._open(image)
             file = None if parent is None else parent.file_of(number)
             if parent is not None and file is not None:
                 at = places.index((image, number))
@@ -90,10 +119,14 @@ class Kin:
                 rows["offset"] = np.concatenate([each.offsets for each in gathered])
                 self._store.catalog.set_hooks(fingerprints, rows)
 
-    def _parent(self, image: BlockId) -> Parent | None:
+    def _open(self, image: BlockId) -> Parent | None:
         if image not in self._parents and len(self._parents) < _MOST:
             self._parents[image] = None
             if self._store.catalog.image(image) is not None:
                 with suppress(Corrupt):
                     self._parents[image] = Parent(self._store, image)
         return self._parents.get(image)
+
+
+def _place(found: tuple[Parent, Beside]) -> tuple[BlockId, int]:
+    return found[0].image, found[1].number

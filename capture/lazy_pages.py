@@ -154,14 +154,14 @@ class LazyDoor:
                 self._watch(self._fill.fork(space, message.a))
             elif message.event == uffd.REMAP:
                 space.move(message.a, message.b, message.c)
-                left.extend([(message.a, message.c), (message.b, message.c)])
+                left.extend(message.concerned())
             else:
                 # After REMOVE the memory is still registered: a fault there gets zeros. Telling the
                 # kernel not to ask any more would come too late, when something else may be there.
                 space.discard(message.a, message.b)
-                left.append((message.a, message.b - message.a))
+                left.extend(message.concerned())
 
         left: list[tuple[int, int]] = []
         self._fill.read_events(space, take)
-        for start, length in left:
-            uffd.wake(space.fd, start, length)  # whoever waits there must look again
+        for start, end in left:
+            uffd.wake(space.fd, start, end - start)  # whoever waits there must look again

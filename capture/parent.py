@@ -48,6 +48,14 @@ class Pages:
         return Pages(self.block[part], self.offset[part])
 
 
+def join(parts: Sequence[Pages]) -> Pages:
+    """Several stretches, one behind the other."""
+    return Pages(
+        np.concatenate([part.block for part in parts]),
+        np.concatenate([part.offset for part in parts]),
+    )
+
+
 ParentChoice: TypeAlias = Name | IdPrefix | Literal["none"] | None
 """What a user says: this image, none, or nothing."""
 

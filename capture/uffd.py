@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from icefloe.durable import Buffer
+
 _API = 0xC018AA3F
 _WAKE = 0x8010AA02
 _COPY = 0xC028AA03
@@ -92,6 +94,11 @@ def copy(fd: int, address: int, source: int, length: int) -> tuple[int, int]:
     except OSError as error:
         return _partial(_COPY_ARGUMENT.unpack(argument)[4], error.errno)
     return length, 0
+
+
+def address_of(raw: Buffer) -> int:
+    """Where in our memory these bytes are."""
+    return int(np.frombuffer(raw, np.uint8).__array_interface__["data"][0])
 
 
 def copy_arguments(

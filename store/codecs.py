@@ -159,7 +159,7 @@ class Decoder:
 
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdDecompressor()
-        self._own_room = self._room = memoryview(b"")
+        self._whole_room = self._room = memoryview(b"")
 
     def decode(self, codec: int, payload: Buffer, raw_length: int) -> Buffer:
         """The raw bytes: `payload` itself for RAW. Raises Undecodable."""
@@ -171,28 +171,19 @@ class Decoder:
         return raw
 
     def decode_all(
-        self,
-        codecs: Sequence[int],
-        payloads: Sequence[Buffer],
-        raw_lengths: Sequence[int],
-        into: memoryview | None = None,
+        self, codecs: Sequence[int], payloads: Sequence[Buffer], raw_lengths: Sequence[int]
     ) -> Iterator[Buffer]:
         """Several blocks. One call decodes all zstd in them, and holds no thread up meanwhile.
 
-        `into`: where they shall be, one after the other. Raises Undecodable where `decode` does,
-        but for a zstd frame that something follows.
+        Raises Undecodable where `decode` does, but for a zstd frame that something follows.
         """
-        self._make_room(sum(raw_lengths), into)
+        self._make_room(sum(raw_lengths))
         steps = list(map(self._step, codecs, payloads, raw_lengths))
         decoded = self._unzstd_all([frame for step in steps for frame in step.frames])
-        for step, codec, length in zip(steps, codecs, raw_lengths, strict=True):
+        for step, length in zip(steps, raw_lengths, strict=True):
             raw = step.finish([next(decoded) for _ in step.frames])
             if len(raw) != length:
                 raise Undecodable(f"{len(raw)} bytes instead of {length}")
-            if into is not None and codec not in _WIDTHS:
-                place = self._take(length)
-                place[:] = raw
-                raw = place
             yield raw
 
     def _step(self, codec: int, payload: Buffer, length: int) -> _Step:
@@ -216,11 +207,11 @@ class Decoder:
 
         return _Step([_Frame(plane, size) for plane in stored if len(plane) != size], finish)
 
-    def _make_room(self, length: int, into: memoryview | None = None) -> None:
+    def _make_room(self, length: int) -> None:
         """For everything that is put together from planes; neighbours stay neighbours."""
-        if into is None and length > len(self._own_room):
-            self._own_room = memoryview(mmap.mmap(-1, length))
-        self._room = self._own_room if into is None else into
+        if length > len(self._whole_room):
+            self._whole_room = memoryview(mmap.mmap(-1, length))
+        self._room = self._whole_room
 
     def _take(self, length: int) -> memoryview:
         place, self._room = self._room[:length], self._room[length:]

@@ -97,13 +97,6 @@ class BlockReader:
         for spans in _batches(locations, self._raw_bytes):
             yield self._verified(*self._payloads(spans))
 
-    def read_into(self, locations: Sequence[Location], into: memoryview) -> None:
-        """Like `read`, but puts the raw bytes into a buffer, one after the other."""
-        for spans in _batches(locations, self._raw_bytes):
-            batch, payloads = self._payloads(spans)
-            self._verified(batch, payloads, into)
-            into = into[sum(at.raw for at in batch) :]
-
     def read_stored(self, locations: Sequence[Location]) -> Iterator[tuple[memoryview, Buffer]]:
         """Like `read`, but yields the payload as it is stored, and the raw bytes."""
         for spans in _batches(locations, self._raw_bytes):
@@ -158,14 +151,9 @@ class BlockReader:
             self._paths[pack] = self._layout.pack(pack)
         return self._paths[pack]
 
-    def _verified(
-        self,
-        batch: Sequence[Location],
-        payloads: Sequence[memoryview],
-        into: memoryview | None = None,
-    ) -> list[Buffer]:
+    def _verified(self, batch: Sequence[Location], payloads: Sequence[memoryview]) -> list[Buffer]:
         codecs, lengths = [at.codec for at in batch], [at.raw for at in batch]
-        raws = self._decoder.decode_all(codecs, payloads, lengths, into)
+        raws = self._decoder.decode_all(codecs, payloads, lengths)
         try:
             # Each is hashed while the processor's cache still has it.
             return [self._check(at, raw) for at, raw in zip(batch, raws, strict=True)]

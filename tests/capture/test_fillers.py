@@ -52,20 +52,13 @@ from puppet import PAGE, Puppet, digest
 from restores import state_of
 
 from icefloe.capture import fill as filler_user
-from icefloe.capture import fillers as filling
-from icefloe.capture import restore, uffd
+from icefloe.capture import filling, restore, uffd
 from icefloe.capture.blocks import StoreSource
 from icefloe.capture.criu import Criu
 from icefloe.capture.directory import files_for_criu
 from icefloe.capture.fill import Fault, Fill
-from icefloe.capture.fillers import (
-    MAX_PIECES,
-    PIECE_DTYPE,
-    Fillers,
-    Outcome,
-    Request,
-    start_fillers,
-)
+from icefloe.capture.fillers import MAX_PIECES, Fillers, Request, start_fillers
+from icefloe.capture.filling import PIECE_DTYPE, Outcome
 from icefloe.capture.guard import Guard
 from icefloe.capture.memory import load_memories
 from icefloe.capture.plan import Plan
@@ -1739,7 +1732,7 @@ class Memory:
         return length, 0 if length == len(whole) else errno.EAGAIN
 
 
-def filled(memory: Memory, shelf: "Shelf", order: filling._Order) -> tuple[int, Outcome]:
+def filled(memory: Memory, shelf: "Shelf", order: filling.Order) -> tuple[int, Outcome]:
     """What a process says that fills this memory."""
     process = filling._Process(cast(Any, memory), cast(Any, shelf), {0: 30, 1: 31})
     with pytest.MonkeyPatch.context() as patched:
@@ -1807,7 +1800,7 @@ def test_the_count_of_a_process(data: st.DataObject) -> None:
         None if zero else Location(BlockId(b""), PackId(b""), i, 0, 0, 0)
         for i, zero in enumerate(zeros)
     ]
-    order = filling._Order(5, list(locations), np.array(pieces, PIECE_DTYPE).tobytes())
+    order = filling.Order(5, list(locations), np.array(pieces, PIECE_DTYPE).tobytes())
     done, outcome = filled(memory, reader, order)
     assert done <= count and (done == count or outcome is not Outcome.DONE)
     if "called off" in said:
@@ -1827,7 +1820,7 @@ def test_zeros_between_blocks() -> None:
     pieces = np.zeros(6, PIECE_DTYPE)
     pieces["unit"], pieces["length"] = np.arange(6), PAGE
     pieces["address"] = np.arange(6) * PAGE
-    order = filling._Order(5, list(locations), pieces.tobytes())
+    order = filling.Order(5, list(locations), pieces.tobytes())
     assert filled(memory, Shelf(blocks, 2, 99), order) == (6, Outcome.DONE)
     right = [bytes(PAGE), blocks[0], bytes(PAGE), bytes(PAGE), blocks[1], bytes(PAGE)]
     assert [memory.pages[30, i * PAGE] for i in range(6)] == right

@@ -493,46 +493,27 @@ def test_all_together_is_as_one_by_one(calls: list[Stored]) -> None:
         assert [bytes(each) for each in together] == alone == raws
 
 
-@given(some_blocks, st.integers(0, 9), st.integers(0, 9))
+@given(some_blocks.filter(lambda blocks: bool(blocks[0])), st.data())
 @settings(max_examples=50, deadline=None)
-def test_all_together_into_a_buffer(blocks: Stored, before: int, behind: int) -> None:
-    """One after the other at any address, nothing around them; what is yielded is the buffer."""
-    codecs, payloads, raws = blocks
-    whole = b"".join(raws)
-    room = bytearray(b"\xa5" * (before + len(whole) + behind))
-    into = memoryview(room)[before:]
-    found = list(Decoder().decode_all(codecs, payloads, list(map(len, raws)), into))
-    assert [bytes(each) for each in found] == raws
-    assert room == b"\xa5" * before + whole + b"\xa5" * behind
-    into[: len(whole)] = bytes(len(whole))
-    assert not any(map(any, found))
-
-
-@given(some_blocks.filter(lambda blocks: bool(blocks[0])), st.data(), st.booleans())
-@settings(max_examples=50, deadline=None)
-def test_one_of_several_is_damaged(blocks: Stored, data: st.DataObject, into: bool) -> None:
+def test_one_of_several_is_damaged(blocks: Stored, data: st.DataObject) -> None:
     """All of it is refused, and the decoder works on."""
     codecs, payloads, raws = blocks
     lengths, bad = list(map(len, raws)), data.draw(st.integers(0, len(raws) - 1))
     damaged = [payload[:-1] if at == bad else payload for at, payload in enumerate(payloads)]
-    room = memoryview(bytearray(sum(lengths))) if into else None
     decoder = Decoder()
     with pytest.raises(Undecodable):
-        list(decoder.decode_all(codecs, damaged, lengths, room))
-    again = decoder.decode_all(codecs, payloads, lengths, room)
+        list(decoder.decode_all(codecs, damaged, lengths))
+    again = decoder.decode_all(codecs, payloads, lengths)
     assert [bytes(each) for each in again] == raws
 
 
-@pytest.mark.parametrize("into", [False, True])
-def test_many_large_blocks(into: bool) -> None:
+def test_many_large_blocks() -> None:
     """As the encoder makes them, of odd lengths, more than a reader decodes at once."""
     encoder, decoder = Encoder("balanced"), Decoder()
     raws = [make(length) for make in WEIGHTS for length in (MIB, 70_001, 300_002, 4099, 9)]
     raws += [b"text " * 9999, np.random.default_rng(1).bytes(99_999)]
     coded = [encoder.encode(memoryview(raw)) for raw in raws]
-    room = memoryview(bytearray(sum(map(len, raws)))) if into else None
     codecs, payloads = [each.codec for each in coded], [each.payload for each in coded]
     for _ in range(2):
-        found = list(decoder.decode_all(codecs, payloads, list(map(len, raws)), room))
+        found = list(decoder.decode_all(codecs, payloads, list(map(len, raws))))
         assert all(a == b for a, b in zip(found, raws, strict=True))
-        assert room is None or room == b"".join(raws)
