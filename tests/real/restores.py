@@ -118,14 +118,21 @@ class MemoryPart:
 
 
 def memory_of(pid: int) -> list[MemoryPart]:
-    """All private writable memory of a stopped process, read through /proc/PID/mem."""
-    parts = []
+    """All private writable memory of a stopped process, read through /proc/PID/mem.
+
+    Areas that touch are one: whether the kernel keeps two mappings apart or merges them
+    depends on their history, which a restore doesn't bring back.
+    """
+    parts: list[MemoryPart] = []
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             found = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.p \S+ \S+ \d+ *(.*)", line)
             if found and not found[3].startswith("[v"):
                 start, end = int(found[1], 16), int(found[2], 16)
-                parts.append(MemoryPart(start, os.pread(memory.fileno(), end - start, start)))
+                content = os.pread(memory.fileno(), end - start, start)
+                if parts and parts[-1].start + len(parts[-1].content) == start:
+                    start, content = parts[-1].start, parts.pop().content + content
+                parts.append(MemoryPart(start, content))
     return parts
 
 
