@@ -300,6 +300,91 @@ class NotWritable(IcefloeError, OSError):
         self.path = Path(path)
 
 
+class RemoteUnreachable(IcefloeError, OSError):
+    """A request to a remote or peer failed for longer than patience lasts."""
+
+    exit_code = 7
+
+    def __init__(self, request: str, reason: str) -> None:
+        super().__init__(
+            f"{request} failed ({reason})",
+            "see whether the remote is up and reachable from here, then run the command again: "
+            "it goes on where it stopped",
+        )
+        self.request = request
+        self.reason = reason
+
+
+class RemoteRefused(IcefloeError, OSError):
+    """A remote that answers and says no: credentials, permissions, no such bucket."""
+
+    exit_code = 7
+
+    def __init__(self, request: str, reason: str) -> None:
+        super().__init__(
+            f"{request} was refused ({reason})",
+            "check the address, the credentials and what they permit, then run the command again: "
+            "it goes on where it stopped",
+        )
+        self.request = request
+        self.reason = reason
+
+
+class RemoteNotFound(IcefloeError, LookupError):
+    """Nobody has pushed anything there."""
+
+    exit_code = 3
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"there is no remote at {url}", "check the address; the first `icefloe push` makes one"
+        )
+        self.url = url
+
+
+class NotInRemote(IcefloeError, LookupError):
+    """No image of a remote answers to a name or an id."""
+
+    exit_code = 3
+
+    def __init__(self, reference: str, url: str) -> None:
+        super().__init__(
+            f"no image {reference} in {url}", f"`icefloe remote ls {url}` lists the images there"
+        )
+        self.reference = reference
+        self.url = url
+
+
+class RemoteBusy(IcefloeError):
+    """Somebody else collects there, or changes the same name again and again."""
+
+    exit_code = 6
+
+    def __init__(self, url: str, holder: str) -> None:
+        super().__init__(f"{url} is in use by {holder}", "wait until it has finished, then try again")
+        self.url = url
+        self.holder = holder
+
+
+class CorruptObject(Corrupt):
+    """An object of a remote whose bytes aren't what was written."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(
+            f"{where} is corrupt ({reason})",
+            "`icefloe remote check --read-data` shows what else is; push the image again from a "
+            "store that has it",
+        )
+        self.where = where
+        self.reason = reason
+
+
+class KeyNeeded(IcefloeError):
+    """A remote is encrypted, or isn't, and the key given doesn't fit that."""
+
+    exit_code = 2
+
+
 class LimitReached(IcefloeError):
     """A limit of a format (see docs/format.md) or of the machine would be passed."""
 

@@ -120,6 +120,8 @@ def test_one_is_missing(cuda: FakeCuda, shell: list[int]) -> None:
     cuda.give(*shell, state=CHECKPOINTED)
     gone = shell[1]
     os.kill(gone, 9)
+    while Path(f"/proc/{gone}").exists():  # dying takes a moment
+        time.sleep(0.01)
     with pytest.raises(CudaFailed, match=f"process {gone}, which has CUDA .*is not there"):
         woken(cuda, shell, shell[0])
     assert not cuda.calls()

@@ -1,0 +1,293 @@
+"""Objects in an S3 bucket, by s3fs. Each method is one request (a page, for listings).
+
+What is tried again, and for how long, is decided in one place (transfer/patient.py), so s3fs and
+botocore try once. Conditional writes are `If-Match` and `If-None-Match`.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+import botocore.exceptions
+import fsspec.asyn
+import s3fs
+from botocore.exceptions import ClientError
+
+from icefloe.durable import Buffer
+from icefloe.transfer.objects import (
+    ABSENT,
+    Conflict,
+    NoSuchObject,
+    Object,
+    ObjectInfo,
+    Page,
+    Refused,
+    Transient,
+    Unfinished,
+)
+
+# A server that says nothing for so long is asked again.
+_CONNECT_SECONDS = 10
+_SILENT_SECONDS = 20
+
+# What is read from a connection at a time.
+_CHUNK = 1 << 20
+
+# Keys that one request deletes at most (S3 API, DeleteObjects).
+_MOST_KEYS = 1000
+
+_MISSING = {"NoSuchKey", "404", "NotFound"}
+_OUTSIDE = "InvalidRange"
+_CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
+_BUSY = {
+    "SlowDown",
+    "RequestTimeout",
+    "RequestTimeTooSkewed",
+    "InternalError",
+    "ServiceUnavailable",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "BadDigest",
+    "IncompleteBody",
+    "XAmzContentSHA256Mismatch",
+    "OperationAborted",
+}
+
+_BROKEN = (
+    botocore.exceptions.ConnectionError,
+    botocore.exceptions.HTTPClientError,
+    botocore.exceptions.IncompleteReadError,
+    botocore.exceptions.ResponseStreamingError,
+    botocore.parsers.ResponseParserError,
+    aiohttp.ClientError,
+    asyncio.TimeoutError,
+    ConnectionError,
+    TimeoutError,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class S3Options:
+    """What AWS's own variables and files don't say. `addressing`: auto, path or virtual.
+
+    `connections`: how many requests may be under way.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: str = "auto"
+    connections: int = 16
+
+
+class S3Objects:
+    """A bucket, or a prefix in it. See Objects."""
+
+    def __init__(self, url: str, options: S3Options) -> None:
+        """`url` is s3://bucket or s3://bucket/prefix."""
+        self.url = url
+        self._bucket, _, prefix = url.removeprefix("s3://").strip("/").partition("/")
+        self._prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+        self._fs = s3fs.S3FileSystem(
+            endpoint_url=options.endpoint,
+            client_kwargs={"region_name": options.region} if options.region else {},
+            config_kwargs=_settings(options),
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+        self._fs.retries = 1
+
+    def read(self, key: str) -> Object:
+        """See Objects."""
+        return self._run(self._read(key), key)
+
+    async def _read(self, key: str) -> Object:
+        answer = await self._ask("get_object", Key=self._prefix + key)
+        body = answer["Body"]
+        try:
+            content = await body.read()
+        finally:
+            body.close()
+        if len(content) != answer["ContentLength"]:
+            raise Transient(f"{len(content)} of {answer['ContentLength']} bytes came")
+        return Object(content, answer["ETag"])
+
+    def read_into(self, key: str, start: int, into: memoryview) -> int:
+        """See Objects."""
+        try:
+            return self._run(self._read_into(key, start, into), key)
+        except Refused as error:
+            if isinstance(error.__cause__, ClientError) and _code(error.__cause__) == _OUTSIDE:
+                return 0
+            raise
+
+    async def _read_into(self, key: str, start: int, into: memoryview) -> int:
+        wanted = f"bytes={start}-{start + len(into) - 1}"
+        answer = await self._ask("get_object", Key=self._prefix + key, Range=wanted)
+        body, done = answer["Body"], 0
+        try:
+            if not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
+                raise Transient(f"the server sent {answer.get('ContentRange')} for {wanted}")
+            while done < len(into) and (chunk := await body.read(_CHUNK)):
+                part = chunk[: len(into) - done]
+                into[done : done + len(part)] = part
+                done += len(part)
+        except _BROKEN:
+            if not done:
+                raise
+        finally:
+            body.close()
+        if not done:
+            raise Transient("nothing came")
+        return done
+
+    def info(self, key: str) -> ObjectInfo:
+        """See Objects."""
+        answer = self._run(self._ask("head_object", Key=self._prefix + key), key)
+        return ObjectInfo(key, answer["ContentLength"], answer["LastModified"].timestamp())
+
+    def put(self, key: str, content: Buffer, expect: str | None = None) -> str:
+        """See Objects."""
+        condition = {}
+        if expect is not None:
+            condition = {"IfMatch": expect} if expect != ABSENT else {"IfNoneMatch": "*"}
+        try:
+            answer = self._run(
+                self._ask("put_object", Key=self._prefix + key, Body=content, **condition), key
+            )
+        except NoSuchObject:  # what If-Match says of an object that is gone
+            raise Conflict(key) from None
+        tag: str = answer["ETag"]
+        return tag
+
+    def page(self, prefix: str, after: str) -> Page:
+        """See Objects."""
+        start = {"StartAfter": self._prefix + after} if after else {}
+        answer = self._run(
+            self._ask("list_objects_v2", Prefix=self._prefix + prefix, **start), prefix
+        )
+        rows = [
+            ObjectInfo(
+                row["Key"].removeprefix(self._prefix), row["Size"], row["LastModified"].timestamp()
+            )
+            for row in answer.get("Contents", ())
+        ]
+        return Page(rows, bool(answer.get("IsTruncated")) and bool(rows))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See Objects."""
+        for first in range(0, len(keys), _MOST_KEYS):
+            part = keys[first : first + _MOST_KEYS]
+            wanted = {"Objects": [{"Key": self._prefix + key} for key in part], "Quiet": True}
+            answer = self._run(self._ask("delete_objects", Delete=wanted), part[0])
+            for error in answer.get("Errors", ()):
+                if error.get("Code") not in _MISSING:
+                    raise _meaning(error.get("Code", ""), error.get("Message", ""), 0)
+
+    def unfinished(self) -> Sequence[Unfinished]:
+        """See Objects."""
+        found: list[Unfinished] = []
+        more: Mapping[str, Any] = {}
+        while True:
+            page = self._run(
+                self._ask("list_multipart_uploads", Prefix=self._prefix, **more), self._prefix
+            )
+            for row in page.get("Uploads", ()):
+                key = row["Key"].removeprefix(self._prefix)
+                found.append(Unfinished(key, row["UploadId"], row["Initiated"].timestamp()))
+            if not page.get("IsTruncated"):
+                return found
+            more = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    def abandon(self, upload: Unfinished) -> None:
+        """See Objects."""
+        try:
+            self._run(
+                self._ask(
+                    "abort_multipart_upload",
+                    Key=self._prefix + upload.key,
+                    UploadId=upload.upload,
+                ),
+                upload.key,
+            )
+        except NoSuchObject:
+            return  # gone already
+
+    def renew(self) -> None:
+        """See Objects: the usual files and variables are read again."""
+        self._run(self._connect(refresh=True), "")
+
+    async def _connect(self, refresh: bool) -> None:
+        await self._fs.set_session(refresh=refresh)
+
+    def close(self) -> None:
+        """See Objects: s3fs closes its connections when it is no longer used."""
+
+    async def _ask(self, operation: str, **arguments: Any) -> Any:
+        # Once only: `retries` of s3fs counts tries.
+        return await self._fs._call_s3(operation, Bucket=self._bucket, **arguments)
+
+    def _run(self, work: Coroutine[Any, Any, T], key: str) -> T:
+        """Runs it on the thread of fsspec's event loop. Raises what Objects says."""
+        try:
+            result: T = fsspec.asyn.sync(self._fs.loop, _caught, work)
+            return result
+        except ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if _code(error) in _MISSING:
+                raise NoSuchObject(key) from error
+            message = error.response.get("Error", {}).get("Message", "")
+            raise _meaning(_code(error), message, status) from error
+        except _BROKEN as error:
+            raise Transient(_words(error)) from error
+        except botocore.exceptions.BotoCoreError as error:
+            raise Refused(_words(error)) from error
+
+
+async def _caught(work: Coroutine[Any, Any, T]) -> T:
+    """What s3fs turns into Python's own errors is turned back: those say less."""
+    try:
+        return await work
+    except OSError as error:
+        if isinstance(error.__cause__, ClientError):
+            raise error.__cause__ from None
+        raise
+
+
+def _code(error: ClientError) -> str:
+    code: str = error.response.get("Error", {}).get("Code", "")
+    return code
+
+
+def _meaning(code: str, message: str, status: int) -> Exception:
+    words = f"{code or status}: {message}" if message else str(code or status)
+    if code in _CONFLICTS or status in (409, 412):
+        return Conflict(words)
+    if code in _BUSY or status in (408, 429) or status >= 500:
+        return Transient(words)
+    return Refused(words)
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _settings(options: S3Options) -> dict[str, Any]:
+    """Of botocore. Bodies are signed over http, and protected by TLS over https: the checksums that
+    newer versions add are not known to every server."""
+    return {
+        "connect_timeout": _CONNECT_SECONDS,
+        "read_timeout": _SILENT_SECONDS,
+        "max_pool_connections": options.connections,
+        "retries": {"total_max_attempts": 1},
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "s3": {"addressing_style": options.addressing},
+    }
