@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from icefloe.capture import allocator, exact
+from icefloe import allocator
+from icefloe.capture import exact
 from icefloe.capture.assembly import Assembly
 from icefloe.capture.blocks import Blocks
 from icefloe.capture.exact import Run, View

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from icefloe import durable
-from icefloe.capture import allocator, criu, fit, gate, images, scratch, tracing, uffd
+from icefloe import allocator
+from icefloe.capture import criu, fit, gate, images, scratch, tracing, uffd
 from icefloe.capture.blocks import StoreSource
 from icefloe.capture.cuda import OpenCuda
 from icefloe.capture.directory import CriuFiles, files_for_criu

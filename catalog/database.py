@@ -3,7 +3,7 @@
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -132,8 +132,9 @@ def _check_manifest(path: Path) -> None:
 class Database:
     """The tables of one catalog. Writers must hold the store's lock."""
 
-    def __init__(self, path: Path, *, write: bool) -> None:
+    def __init__(self, path: Path, *, write: bool, names: Sequence[str] = tables.ALL) -> None:
         self.path = path
+        self.names = names
         options = _options(Cache(_CACHE_BYTES))
         access = AccessType.read_write() if write else AccessType.read_only()
         self._view = None if write else _view(path)
@@ -150,9 +151,9 @@ class Database:
                 # Cut short by a crash or a full disk, it would keep the database from opening.
                 (self.path / _CONFIG).unlink(missing_ok=True)
             self._db = Rdict(
-                place, options, {name: options for name in tables.ALL}, access_type=access
+                place, options, {name: options for name in self.names}, access_type=access
             )
-            self._tables = {name: self._db.get_column_family(name) for name in tables.ALL}
+            self._tables = {name: self._db.get_column_family(name) for name in self.names}
 
     def _clean_up(self) -> None:
         if self._view:
@@ -228,7 +229,7 @@ class Batch:
 
     def __init__(self, database: Database) -> None:
         self.writes = WriteBatch(raw_mode=True)
-        self._handles = {name: database.handle(name) for name in tables.ALL}
+        self._handles = {name: database.handle(name) for name in database.names}
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """Sets a row."""

@@ -7,6 +7,8 @@ packs/ab/   published packs, by the first byte of their id
 staging/    packs being written
 catalog/    RocksDB, can be rebuilt from packs and journal
 traces/     what restored processes touch first, by name of the image; made by the first restore
+remotes/    what remotes hold, by their URL; made by the first push
+arriving/   packs of images that are being pulled, by the image's id: laid out like a store
 """
 
 import json
@@ -21,7 +23,7 @@ from blake3 import blake3
 from icefloe import durable
 from icefloe.chunker import grains
 from icefloe.errors import Corrupt, StoreNotFound, UnknownFormat
-from icefloe.ids import ID_BYTES, PackId
+from icefloe.ids import ID_BYTES, BlockId, PackId
 
 FORMAT_VERSION = 1
 
@@ -66,6 +68,18 @@ class Layout:
     def pack(self, pack: PackId) -> Path:
         """Where a published pack lies."""
         return self.packs / pack[:1].hex() / pack.hex()
+
+    def remote(self, url: str) -> Path:
+        """Where it is noted what a remote holds."""
+        return self.root / "remotes" / blake3(url.encode()).hexdigest(16)
+
+    @property
+    def arriving(self) -> Path:
+        return self.root / "arriving"
+
+    def arrival(self, image: BlockId) -> "Layout":
+        """Where the packs of an image lie that is being pulled."""
+        return Layout(self.arriving / image.hex())
 
     def trace(self, lineage: str) -> Path:
         """Where the trace of the images with this name lies; names are too long for files."""

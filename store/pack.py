@@ -13,7 +13,7 @@ blake3(index).
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -101,6 +101,38 @@ def padding(position: int, codec: int, raw_length: int) -> int:
     return -(position + BLOCK_HEADER.size) % ALIGNMENT
 
 
+class Frames:
+    """The blocks of a pack on their way to wherever it is written, and where each will stand."""
+
+    def __init__(self, start: bytes) -> None:
+        """`start` are the bytes before the first block."""
+        self.position = len(start)
+        self._rows: list[tuple[bytes, int, int, int, int, int, int]] = []
+
+    def add(self, blocks: Sequence[StoredBlock]) -> list[Buffer]:
+        """The bytes that come next."""
+        pieces: list[Buffer] = []
+        for block in blocks:
+            gap = padding(self.position, block.codec, block.raw_length)
+            pieces += [bytes(gap), block_header(block), block.payload]
+            offset = self.position + gap + BLOCK_HEADER.size
+            stored = len(block.payload)
+            self._rows.append(
+                (block.id, offset, stored, block.raw_length, block.codec, block.kind, 0)
+            )
+            self.position = offset + stored
+        return pieces
+
+    def index(self) -> Index:
+        """The rows of all blocks so far."""
+        return np.array(self._rows, INDEX_DTYPE)
+
+    def end(self, index: bytes) -> tuple[PackId, list[Buffer]]:
+        """The pack's id, and its last bytes: an index and the trailer."""
+        identity = PackId(blake3(index).digest())
+        return identity, [index, trailer(self.position, len(self._rows), identity)]
+
+
 def trailer(index_offset: int, count: int, index_hash: bytes) -> bytes:
     """The last bytes of every pack."""
     return TRAILER.pack(index_offset, count, VERSION, index_hash, 0, TRAILER_MAGIC)
@@ -160,12 +192,17 @@ def _parse_index(path: Path, fd: int, length: int) -> Index:
     if blake3(content).digest() != index_hash:
         raise CorruptPack(path, "the index does not match its hash")
     index: Index = np.frombuffer(content, INDEX_DTYPE)
-    _check_rows(path, index, start)
+    if (row := bad_row(index, start)) is not None:
+        raise CorruptPack(path, f"row {row} of the index is out of bounds")
     return index
 
 
-def _check_rows(path: Path, index: Index, end: int) -> None:
-    """An index with a right hash can still come from a hostile writer: rows must be in bounds."""
+def bad_row(index: Index, end: int, overhead: int = 0) -> int | None:
+    """The first row that can't be of a pack whose blocks end at `end`, if any.
+
+    An index with a right hash can still come from a hostile writer. A payload is at most `overhead`
+    longer than its block.
+    """
     kinds = index["kind"]
     limits = np.where(kinds == Kind.MANIFEST, MAX_MANIFEST, MAX_BLOCK)
     starts = index["offset"].astype(np.int64)
@@ -177,10 +214,9 @@ def _check_rows(path: Path, index: Index, end: int) -> None:
         & (index["raw"] > 0)
         & (index["raw"] <= limits)
         & (index["stored"] > 0)
-        & (index["stored"] <= index["raw"])
+        & (index["stored"].astype(np.int64) <= index["raw"].astype(np.int64) + overhead)
         & (starts >= befores + BLOCK_HEADER.size)
         & (starts < befores + BLOCK_HEADER.size + ALIGNMENT)
         & (stops <= end)
     )
-    if not good.all():
-        raise CorruptPack(path, f"row {int(np.argmin(good))} of the index is out of bounds")
+    return None if good.all() else int(np.argmin(good))

@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 from icefloe import durable
 from icefloe.durable import Buffer
 from icefloe.errors import CorruptPack
 from icefloe.ids import PackId
 from icefloe.store import pack
 from icefloe.store.layout import Layout
-from icefloe.store.pack import INDEX_DTYPE, StoredBlock
+from icefloe.store.pack import StoredBlock
 
 # Large enough that one object a pack suits object stores, small enough to rewrite one.
 TARGET_BYTES = 64 << 20
@@ -34,32 +32,20 @@ class _Staged:
         with durable.write_errors(self.path):
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.position = 0
-        self._rows: list[tuple[bytes, int, int, int, int, int, int]] = []
+        self._frames = pack.Frames(pack.header())
         self._write([pack.header()])
 
     def _write(self, pieces: Sequence[Buffer]) -> None:
         self.position += durable.write(self.fd, self.path, pieces)
 
     def append(self, blocks: Sequence[StoredBlock]) -> None:
-        pieces: list[Buffer] = []
-        position = self.position
-        for block in blocks:
-            gap = pack.padding(position, block.codec, block.raw_length)
-            pieces += [bytes(gap), pack.block_header(block), block.payload]
-            stored = len(block.payload)
-            offset = position + gap + pack.BLOCK_HEADER.size
-            row = (block.id, offset, stored, block.raw_length, block.codec, block.kind, 0)
-            self._rows.append(row)
-            position = offset + stored
-        self._write(pieces)
+        self._write(self._frames.add(blocks))
         # Every row points at the payload that was just written.
-        assert self.position == position
+        assert self.position == self._frames.position
 
     def seal(self) -> PackId:
-        index = np.array(self._rows, INDEX_DTYPE)
-        identity = pack.pack_id(index)
-        end = pack.trailer(self.position, len(index), identity)
-        self._write([index.tobytes(), end])
+        identity, pieces = self._frames.end(self._frames.index().tobytes())
+        self._write(pieces)
         return identity
 
     def discard(self) -> None:

@@ -6,7 +6,6 @@ botocore try once. Conditional writes are `If-Match` and `If-None-Match`.
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
@@ -27,6 +26,7 @@ from icefloe.transfer.objects import (
     Transient,
     Unfinished,
 )
+from icefloe.transfer.options import S3Options
 
 # A server that says nothing for so long is asked again.
 _CONNECT_SECONDS = 10
@@ -71,31 +71,18 @@ _BROKEN = (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class S3Options:
-    """What AWS's own variables and files don't say. `addressing`: auto, path or virtual.
-
-    `connections`: how many requests may be under way.
-    """
-
-    endpoint: str | None = None
-    region: str | None = None
-    addressing: str = "auto"
-    connections: int = 16
-
-
 class S3Objects:
     """A bucket, or a prefix in it. See Objects."""
 
-    def __init__(self, url: str, options: S3Options) -> None:
-        """`url` is s3://bucket or s3://bucket/prefix."""
+    def __init__(self, url: str, options: S3Options, connections: int = 16) -> None:
+        """`url` is s3://bucket or s3://bucket/prefix. `connections`: at a time."""
         self.url = url
         self._bucket, _, prefix = url.removeprefix("s3://").strip("/").partition("/")
         self._prefix = f"{prefix.rstrip('/')}/" if prefix else ""
         self._fs = s3fs.S3FileSystem(
             endpoint_url=options.endpoint,
             client_kwargs={"region_name": options.region} if options.region else {},
-            config_kwargs=_settings(options),
+            config_kwargs=_settings(options, connections),
             use_listings_cache=False,
             skip_instance_cache=True,
         )
@@ -279,13 +266,13 @@ def _words(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _settings(options: S3Options) -> dict[str, Any]:
+def _settings(options: S3Options, connections: int) -> dict[str, Any]:
     """Of botocore. Bodies are signed over http, and protected by TLS over https: the checksums that
     newer versions add are not known to every server."""
     return {
         "connect_timeout": _CONNECT_SECONDS,
         "read_timeout": _SILENT_SECONDS,
-        "max_pool_connections": options.connections,
+        "max_pool_connections": connections,
         "retries": {"total_max_attempts": 1},
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",

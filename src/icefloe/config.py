@@ -13,6 +13,16 @@
     [gc]
     grace = "0s"            # how long a block outlives its last image
 
+    [remote]
+    url = "s3://bucket/prefix"  # where pull and restore look if not told
+    endpoint = "http://..."     # an S3 server that isn't AWS; AWS_ENDPOINT_URL says it too
+    region = "eu-north-1"
+    addressing = "auto"         # of buckets: path, virtual
+    requests = 16               # under way at a time
+    patience = "2m"             # how long a request may go on failing
+    encrypt_key_file = "..."    # keys, if things are to be encrypted there
+    grace = "24h"               # how long what isn't needed there stays, at least
+
 `ICEFLOE_<SECTION>_<KEY>` overrides a key, `ICEFLOE_STORE` is short for `ICEFLOE_STORE_PATH`.
 """
 
@@ -27,6 +37,7 @@ from typing import Any, get_args
 from icefloe.errors import UsageError
 from icefloe.link import link_speed
 from icefloe.store.policies import PolicyName, choose
+from icefloe.transfer.options import Addressing, RemoteOptions, S3Options
 from icefloe.workers import worker_count
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -38,6 +49,16 @@ _KEYS = {
     "store": ("path", "policy", "workers", "link"),
     "capture": ("criu", "cuda_timeout"),
     "gc": ("grace",),
+    "remote": (
+        "url",
+        "endpoint",
+        "region",
+        "addressing",
+        "requests",
+        "patience",
+        "encrypt_key_file",
+        "grace",
+    ),
 }
 
 
@@ -55,6 +76,9 @@ class Config:
     criu: str
     cuda_seconds: float
     grace_seconds: float
+    remote_url: str | None
+    remote: RemoteOptions
+    remote_grace_seconds: float
 
 
 def parse_duration(text: str) -> float:
@@ -87,6 +111,9 @@ def load(file: Path | None, store: Path | None, environment: Mapping[str, str]) 
         criu=_text("capture.criu", values) or "criu",
         cuda_seconds=parse_duration(str(values.get("capture.cuda_timeout", "5m"))),
         grace_seconds=parse_duration(str(values.get("gc.grace", "0s"))),
+        remote_url=_text("remote.url", values),
+        remote=_remote(values),
+        remote_grace_seconds=parse_duration(str(values.get("remote.grace", "24h"))),
     )
 
 
@@ -140,6 +167,26 @@ def parse_policy(value: object, link: float | None, workers: int) -> PolicyName:
             known: PolicyName = policy
             return known
     raise UsageError(f"unknown policy {value!r}", "use fast, balanced, small or auto")
+
+
+def _remote(values: Mapping[str, object]) -> RemoteOptions:
+    keys, addressing = _text("remote.encrypt_key_file", values), values.get("remote.addressing")
+    known = {choice: choice for choice in get_args(Addressing)}
+    if addressing is not None and addressing not in known:
+        raise UsageError(f"remote.addressing is {addressing!r}", "use auto, path or virtual")
+    requests = str(values.get("remote.requests", 16))
+    if not requests.isascii() or not requests.isdecimal() or not 0 < int(requests) <= 256:
+        raise UsageError(f"remote.requests is {requests!r}", "write a number from 1 to 256")
+    return RemoteOptions(
+        s3=S3Options(
+            endpoint=_text("remote.endpoint", values),
+            region=_text("remote.region", values),
+            addressing=known.get(str(addressing), "auto"),
+        ),
+        patience=parse_duration(str(values.get("remote.patience", "2m"))),
+        requests=int(requests),
+        keys=Path(keys) if keys else None,
+    )
 
 
 def _link(value: object) -> float | None:

@@ -361,7 +361,9 @@ class RemoteBusy(IcefloeError):
     exit_code = 6
 
     def __init__(self, url: str, holder: str) -> None:
-        super().__init__(f"{url} is in use by {holder}", "wait until it has finished, then try again")
+        super().__init__(
+            f"{url} is in use by {holder}", "wait until it has finished, then try again"
+        )
         self.url = url
         self.holder = holder
 

@@ -19,6 +19,7 @@ from icefloe.cli.content import add, export
 from icefloe.cli.context import Context
 from icefloe.cli.images import diff, ls, rm, show, tag
 from icefloe.cli.page_server import page_server
+from icefloe.cli.remotes import pull, push, remote
 from icefloe.cli.restoring import fits, restore
 from icefloe.cli.upkeep import check, gc
 from icefloe.errors import EXIT_CODES, IcefloeError, NoSpace
@@ -58,6 +59,9 @@ for _command in (
     diff,
     tag,
     rm,
+    push,
+    pull,
+    remote,
     gc,
     check,
 ):

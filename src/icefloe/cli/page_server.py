@@ -70,7 +70,7 @@ def page_server(
     --port PORT -D DIR -W DIR`, and then `criu restore --lazy-pages -D DIR -W DIR`. Any number of
     restores at a time. Ends when it is interrupted or terminated.
     """
-    from icefloe.capture import allocator
+    from icefloe import allocator
     from icefloe.capture.blocks import StoreSource
     from icefloe.capture.directory import files_for_criu
     from icefloe.capture.memory import load_memories

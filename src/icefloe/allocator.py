@@ -1,4 +1,4 @@
-"""Tells glibc's allocator what `add` and `export` are about to do (mallopt(3), malloc_trim(3)).
+"""Tells glibc's allocator what is about to come (mallopt(3), malloc_trim(3)).
 
 Other C libraries have neither function and are left alone.
 """
