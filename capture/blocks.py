@@ -13,11 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
+from icefloe.capture.fillers import Fillers, start_fillers
 from icefloe.catalog import LocalStore
 from icefloe.durable import Buffer
 from icefloe.errors import CorruptCatalog
 from icefloe.ids import BlockId, PackId
-from icefloe.store.layout import Layout
 from icefloe.store.manifest import ZERO, Extents, Manifest
 from icefloe.store.pack import open_pack
 from icefloe.store.reader import BlockReader, Location
@@ -45,6 +45,9 @@ class Blocks(Protocol):
         Raises Corrupt.
         """
 
+    def fetch_any(self, numbers: Iterable[int]) -> Iterator[Batch]:
+        """The same in any order, roughly this one: each as soon as it is there."""
+
     def close(self) -> None:
         """Gives back what was opened."""
 
@@ -56,38 +59,64 @@ class BlockSource(Protocol):
         """For the calling thread alone."""
 
 
+class ImageSource(BlockSource, Protocol):
+    """The blocks of an image that is being restored."""
+
+    @property
+    def servers(self) -> int:
+        """How many faults at a time are worth waiting for."""
+
+    def fillers(self, count: int) -> Fillers:
+        """Processes that read the blocks from packs; none where only we can get at them."""
+
+    def locate(self, numbers: Sequence[int]) -> Sequence[Location]:
+        """Where blocks lie, for those processes."""
+
+    def let_go(self) -> None:
+        """From here on, the store is free for others. Raises Corrupt."""
+
+    def close(self) -> None:
+        """Gives back what was opened."""
+
+
 class StoreSource:
-    """The blocks of an image in the local store."""
+    """The blocks of an image in the local store. See ImageSource."""
+
+    servers = 1
 
     def __init__(self, store: LocalStore, manifest: Manifest) -> None:
         self._store = store
         self._manifest = manifest
-        self._pinned: list[Location] | None = None
+        self._pinned: dict[int, Location] | None = None
         self._descriptors: dict[PackId, int] = {}
 
     def open(self) -> "StoreBlocks":
         """See BlockSource."""
         return StoreBlocks(self, BlockReader(self._store.layout, self._descriptors))
 
-    def pin(self) -> None:
-        """From here on the store may be closed, and what is read may even be removed from it.
+    def fillers(self, count: int) -> Fillers:
+        """See ImageSource."""
+        return start_fillers(self._store.layout, count)
 
-        Keeps every pack of the image open. Raises Corrupt.
+    def let_go(self) -> None:
+        """See ImageSource."""
+        self.pin(range(len(self._manifest.blocks)))
+        self._store.close()
+
+    def pin(self, numbers: Sequence[int]) -> None:
+        """Of these blocks, what is read may even be removed from the store. Raises Corrupt.
+
+        Keeps every pack of them open.
         """
-        located = self.locate(range(len(self._manifest.blocks)))
+        located = self.locate(numbers)
         for pack in {location.pack for location in located}:
             self._descriptors[pack] = open_pack(self._store.layout.pack(pack))
-        self._pinned = located
+        self._pinned = dict(zip(numbers, located, strict=True))
 
     def close(self) -> None:
         """Closes what `pin` opened."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
-
-    @property
-    def layout(self) -> Layout:
-        """Where the store is."""
-        return self._store.layout
 
     def locate(self, numbers: Sequence[int]) -> list[Location]:
         """Where these blocks lie. Raises CorruptCatalog."""
@@ -119,6 +148,10 @@ class StoreBlocks:
             left = iter(part)
             for raws in self._reader.read_batches(self._source.locate(part)):
                 yield list(zip(islice(left, len(raws)), raws, strict=True))
+
+    def fetch_any(self, numbers: Iterable[int]) -> Iterator[Batch]:
+        """See Blocks."""
+        return self.fetch(numbers)
 
     def close(self) -> None:
         """See Blocks."""

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from icefloe import durable
-from icefloe import allocator
+from icefloe import allocator, durable
 from icefloe.capture.blocks import Blocks, BlockSource, StoreSource, read_extents
 from icefloe.catalog import LocalStore
 from icefloe.durable import Buffer

@@ -362,7 +362,7 @@ class Fill:
 
     def _work(self, ahead: Blocks, lane: Lane) -> None:
         with closing(self._source.open()) as urgent:
-            for batch in ahead.fetch(self._take_blocks(lane, urgent)):
+            for batch in ahead.fetch_any(self._take_blocks(lane, urgent)):
                 raws = dict(batch)
                 self._put_units(lane, urgent, list(raws), raws)
 

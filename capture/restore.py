@@ -14,14 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from icefloe import durable
-from icefloe import allocator
+from icefloe import allocator, durable
 from icefloe.capture import criu, fit, gate, images, scratch, tracing, uffd
-from icefloe.capture.blocks import StoreSource
+from icefloe.capture.blocks import ImageSource, StoreSource
 from icefloe.capture.cuda import OpenCuda
 from icefloe.capture.directory import CriuFiles, files_for_criu
 from icefloe.capture.fill import Fill
-from icefloe.capture.fillers import start_fillers
 from icefloe.capture.fit import Mismatch
 from icefloe.capture.guard import Guard
 from icefloe.capture.images import Columns
@@ -34,6 +32,8 @@ from icefloe.capture.waking import Waking
 from icefloe.catalog import LocalStore
 from icefloe.errors import CriuFailed, IcefloeError, RestoreAborted
 from icefloe.ids import BlockId, IdPrefix, Name
+from icefloe.store.layout import Layout
+from icefloe.store.manifest import Manifest
 from icefloe.store.trace import EMPTY, Trace
 from icefloe.workers import worker_count
 
@@ -102,27 +102,41 @@ def restore_image(
     started: float,
     open_cuda: OpenCuda,
 ) -> RestoreResult:
+    """Restores an image of the store. See `restore_from`."""
+    manifest = store.manifest(image)
+    source = StoreSource(store, manifest)
+    return restore_from(source, store.layout, manifest, options, guard, started, open_cuda)
+
+
+def restore_from(
+    source: ImageSource,
+    layout: Layout,
+    manifest: Manifest,
+    options: RestoreOptions,
+    guard: Guard,
+    started: float,
+    open_cuda: OpenCuda,
+) -> RestoreResult:
     """Restores an image; returns when its memory is complete or its processes have ended.
 
-    `started` is the monotonic time that the result counts from. Raises Incompatible before
-    anything was done; CriuFailed, CudaFailed, Corrupt, LimitReached or NoSpace; what was restored
-    must then be killed, as the guard does.
+    `started` is the monotonic time that the result counts from; `layout` is the store with the
+    traces. Raises Incompatible before anything was done; CriuFailed, CudaFailed, Corrupt,
+    LimitReached, NoSpace, or what the source raises; what was restored must then be killed, as the
+    guard does. Closes the source.
     """
     criu.require_root()
     program = criu.find_criu(options.criu)
-    manifest = store.manifest(image)
     verdict = gate.judge(manifest, program, options.expected, open_cuda)
     if not options.ignore_incompatible:
         fit.require(verdict.mismatches)
     waking = Waking(verdict.cuda, gate.cuda_pids(manifest), options.cuda_seconds, verdict.moves)
     allocator.keep_freed()
-    trace = tracing.load(store.layout, options.lineage)
+    trace = tracing.load(layout, options.lineage)
     door = options.door or tracing.choose_door(trace)
     if door == "lazy" and (reason := uffd.probe()) is not None:
         raise CriuFailed(
             f"userfaultfd can't be used here ({reason})", "restore with --eager, or allow it"
         )
-    source = StoreSource(store, manifest)
     stored = StoredImage(manifest, source)
     memories = load_memories(stored)
     files = files_for_criu(stored, memories, lazy=door == "lazy")
@@ -133,7 +147,7 @@ def restore_image(
         run = _Run(program, options, door, folder, started, waking)
         run.differences = verdict.mismatches
         if door == "lazy":
-            return _restore_lazily(run, memories, files, source, store, guard, trace)
+            return _restore_lazily(run, memories, files, source, layout, guard, trace)
         if door == "stream":
             _restore_streaming(run, files)
         else:
@@ -147,7 +161,7 @@ def restore_image(
         stalled=0.0,
         faults=0,
     )
-    tracing.record(store.layout, options.lineage, None, EMPTY.touches, row)
+    tracing.record(layout, options.lineage, None, EMPTY.touches, row)
     return run.result(run.resumed)
 
 
@@ -267,8 +281,8 @@ def _restore_lazily(
     run: _Run,
     memories: list[Memory],
     files: CriuFiles,
-    source: StoreSource,
-    store: LocalStore,
+    source: ImageSource,
+    layout: Layout,
     guard: Guard,
     trace: Trace,
 ) -> RestoreResult:
@@ -279,7 +293,7 @@ def _restore_lazily(
     first = tracing.units_of(trace, regions, plan)
     workers = worker_count(options.workers)
     # Where nothing is filled ahead, faults are all there is to do.
-    order, servers = (plan.order(first), 1) if options.fill else (None, workers)
+    order, servers = (plan.order(first), source.servers) if options.fill else (None, workers)
     fill = Fill(plan, source, order, servers)
     with durable.write_errors(run.folder):
         files.write(run.folder, workers)
@@ -287,14 +301,13 @@ def _restore_lazily(
     try:
         with run.criu("--lazy-pages") as process:
             if options.fill:  # while CRIU gets going
-                fill.fill_by(start_fillers(store.layout, workers), source.locate)
+                fill.fill_by(source.fillers(workers), source.locate)
             with run.blaming(process):
                 door.connect(lambda: process.poll() is not None)
                 door.serve(lambda: process.poll() is not None)
             run.finish(process)
         if not options.fill:
-            source.pin()
-            store.close()  # what is pinned stays readable, and others may write meanwhile
+            source.let_go()
         _serve_until_complete(door, fill, run.waking)
         door.let_go()
         run.waking.finish()
@@ -312,7 +325,7 @@ def _restore_lazily(
         ended=not complete,
     )
     touches = tracing.touches_of(fill.touches, regions)
-    tracing.record(store.layout, options.lineage, regions, touches, _row(result, len(first)))
+    tracing.record(layout, options.lineage, regions, touches, _row(result, len(first)))
     return result
 
 

@@ -7,7 +7,7 @@ packs/ab/   published packs, by the first byte of their id
 staging/    packs being written
 catalog/    RocksDB, can be rebuilt from packs and journal
 traces/     what restored processes touch first, by name of the image; made by the first restore
-remotes/    what remotes hold, by their URL; made by the first push
+remotes/    what remotes hold, by their ids; made by the first push
 arriving/   packs of images that are being pulled, by the image's id: laid out like a store
 """
 
@@ -69,9 +69,9 @@ class Layout:
         """Where a published pack lies."""
         return self.packs / pack[:1].hex() / pack.hex()
 
-    def remote(self, url: str) -> Path:
-        """Where it is noted what a remote holds."""
-        return self.root / "remotes" / blake3(url.encode()).hexdigest(16)
+    def remote(self, identity: str) -> Path:
+        """Where it is noted what a remote holds; its id is anybody's text."""
+        return self.root / "remotes" / blake3(identity.encode()).hexdigest(16)
 
     @property
     def arriving(self) -> Path:

@@ -71,6 +71,9 @@ class FakeSource:
         """Nobody needs to know."""
         raise AssertionError("these blocks lie nowhere")
 
+    def fetch_any(self, numbers: Iterable[int]) -> Iterator[Batch]:
+        return self.fetch(numbers)
+
     def fetch(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """See Blocks."""
         for number in numbers:
@@ -148,6 +151,9 @@ class PackedBlocks:
     def __init__(self, source: PackedSource) -> None:
         self._source = source
         self._reader = BlockReader(source.layout)
+
+    def fetch_any(self, numbers: Iterable[int]) -> Iterator[Batch]:
+        return self.fetch(numbers)
 
     def fetch(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """See Blocks."""

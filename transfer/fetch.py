@@ -6,8 +6,7 @@ rewritten meanwhile, and the indexes say where its blocks are now.
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -67,17 +66,16 @@ class Fetcher:
             located = [self._moved.get(at.id, at) for at in located]
         return list(zip(numbers, located, strict=True))
 
-    @contextmanager
-    def decoder(self) -> Iterator[Decoder]:
-        """A decoder for a while: what it gives out lasts as long."""
+    def borrow(self) -> Decoder:
+        """A decoder; what it gives out lasts until it is used again."""
         try:
-            decoder = self._decoders.get_nowait()
+            return self._decoders.get_nowait()
         except queue.Empty:
-            decoder = Decoder()
-        try:
-            yield decoder
-        finally:
-            self._decoders.put(decoder)
+            return Decoder()
+
+    def give_back(self, decoder: Decoder) -> None:
+        """Nobody needs what it gave out any more."""
+        self._decoders.put(decoder)
 
     def fetch(self, wanted: Range, decoder: Decoder) -> list[Arrived]:
         """The blocks of a range, verified; they last until the decoder is used again.

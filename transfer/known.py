@@ -42,7 +42,7 @@ _PLACE_DTYPE = np.dtype(
 @contextmanager
 def open_known(layout: Layout, remote: Remote) -> Iterator["Known"]:
     """Opens what is known of a remote; one process at a time, so briefly."""
-    folder = layout.remote(remote.url)
+    folder = layout.remote(remote.id)
     durable.make_folder(folder)
     path = folder / "blocks"
     with durable.write_errors(folder), open(folder / "lock", "ab") as lock:

@@ -97,6 +97,11 @@ class Arrivals:
             if not known[number] and identity not in self._kept
         ]
 
+    def still_missing(self) -> list[int]:
+        """Those of `missing` that have not been kept."""
+        ids = self._image.manifest.block_ids()
+        return [number for number in self.missing if ids[number] not in self._kept]
+
     def keep(self, blocks: Iterable[StoredBlock]) -> None:
         """Writes blocks, each once. Raises NoSpace or NotWritable."""
         new = [block for block in blocks if block.id not in self._kept]
@@ -174,7 +179,7 @@ def pull_image(
             with open_store(root, write=False, create=True) as store:
                 arrivals.look(store)
             blocks_sent += len(arrivals.missing)
-            new_bytes += _bring(Fetcher(remote, image, Layout(root)), arrivals, progress)
+            new_bytes += bring(Fetcher(remote, image, Layout(root)), arrivals, progress)
             try:
                 with open_store(root, write=True, wait_seconds=COMMIT_SECONDS) as store:
                     replaced = arrivals.commit(store, name)
@@ -195,10 +200,10 @@ def pull_image(
     )
 
 
-def _bring(fetcher: Fetcher, arrivals: Arrivals, progress: Progress) -> int:
-    """Fetches all that is missing; returns its stored bytes."""
+def bring(fetcher: Fetcher, arrivals: Arrivals, progress: Progress = lambda count: None) -> int:
+    """Fetches all that is still missing; returns its stored bytes. All of it is durable then."""
     total = 0
-    for blocks in fetch_in_order(fetcher, arrivals.missing):
+    for blocks in _fetch_in_order(fetcher, arrivals.still_missing()):
         arrivals.keep(blocks)
         came = sum(len(block.payload) for block in blocks)
         progress(came)
@@ -207,14 +212,16 @@ def _bring(fetcher: Fetcher, arrivals: Arrivals, progress: Progress) -> int:
     return total
 
 
-def fetch_in_order(fetcher: Fetcher, numbers: Sequence[int]) -> Iterator[list[StoredBlock]]:
+def _fetch_in_order(fetcher: Fetcher, numbers: Sequence[int]) -> Iterator[list[StoredBlock]]:
     """Blocks as they are stored, about in this order, many requests at a time."""
     remote = fetcher.remote
     waiting: deque[Future[list[StoredBlock]]] = deque()
 
     def fetch(wanted: Range) -> list[StoredBlock]:
-        with fetcher.decoder() as decoder:
-            return [arrived.stored for arrived in fetcher.fetch(wanted, decoder)]
+        decoder = fetcher.borrow()
+        arrived = [each.stored for each in fetcher.fetch(wanted, decoder)]
+        fetcher.give_back(decoder)
+        return arrived
 
     pool = remote.workers()
     try:

@@ -11,6 +11,7 @@ Written in the order packs, indexes, manifests, names: whatever is there is whol
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +79,7 @@ class Remote:
         self.objects = objects
         self.sealing = sealing
         self.requests = requests
+        self.id = ""
         self.is_new = False
         """It was made when it was opened: nothing can be there."""
 
@@ -265,29 +267,39 @@ def open_remote(url: str, options: RemoteOptions, *, create: bool = False) -> Re
         except NoSuchObject:
             if not create:
                 raise RemoteNotFound(url) from None
-            wanted, tag = _Format(bool(first), first), ABSENT
+            wanted, tag = _Format(os.urandom(16).hex(), bool(first), first), ABSENT
         else:
             there, tag = _decode_format(remote, found.content), found.tag
             _check_keys(remote, there)
             wanted = replace(there, keys=tuple(dict.fromkeys(first + there.keys)))
+            remote.id = there.id
             if not create or set(wanted.keys) == set(there.keys):
                 return remote
         with suppress(Conflict):
             objects.put(FORMAT, wanted.encode(), tag)
-            remote.is_new = tag == ABSENT
+            remote.id, remote.is_new = wanted.id, tag == ABSENT
             return remote
     raise RemoteBusy(url, "others, who make it at the same time")
 
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """The object `format`. `keys`: the ids of all keys that ever sealed something there."""
+    """The object `format`. `keys`: the ids of all keys that ever sealed something there.
 
+    `id` is drawn at random when the remote is made, and tells it from one that was there before.
+    """
+
+    id: str
     sealed: bool
     keys: tuple[str, ...]
 
     def encode(self) -> bytes:
-        document = {"format": VERSION, "sealed": self.sealed, "keys": self.keys}
+        document = {
+            "format": VERSION,
+            "id": self.id,
+            "sealed": self.sealed,
+            "keys": self.keys,
+        }
         return (json.dumps(document) + "\n").encode()
 
 
@@ -315,7 +327,8 @@ def _decode_format(remote: Remote, content: bytes) -> _Format:
     try:
         document = json.loads(content)
         version = int(document["format"])
-        found = _Format(bool(document["sealed"]), tuple(map(str, document["keys"])))
+        keys = tuple(map(str, document["keys"]))
+        found = _Format(str(document["id"]), bool(document["sealed"]), keys)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise CorruptObject(remote.where(FORMAT), "it says nothing of a format") from None
     if version > VERSION:

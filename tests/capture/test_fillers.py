@@ -1520,7 +1520,7 @@ def restore_with(store: LocalStore, id_: BlockId, folder: Path, fill: bool) -> N
     options = restore.RestoreOptions("x", "lazy", fill=fill, workers=5)
     waking = Waking(None, [], 1.0)
     run = restore._Run(GivesUp("criu", (4, 2)), options, "lazy", folder, 0.0, waking)
-    restore._restore_lazily(run, memories, files, source, store, Guard(None), EMPTY)
+    restore._restore_lazily(run, memories, files, source, store.layout, Guard(None), EMPTY)
 
 
 def test_a_lazy_restore_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,9 @@ class Fleeting:
         self.size = size
         self.loads: Counter[int] = Counter()
 
+    def fetch_any(self, numbers: Iterable[int]) -> Iterator[Batch]:
+        return self.fetch(numbers)
+
     def fetch(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """See Blocks."""
         for part in batched(numbers, self.size):
