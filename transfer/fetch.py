@@ -42,7 +42,6 @@ class Arrived(NamedTuple):
 class _Wrong(Exception):
     """A block that isn't what it should be."""
 
-    number: int
     location: Location
     reason: str
 
@@ -82,53 +81,10 @@ class Fetcher:
 
         Raises RemoteUnreachable, RemoteRefused or CorruptObject.
         """
-        for _ in range(_TRIES):
-            try:
-                return self._verified(wanted.blocks, self._payloads(wanted), decoder)
-            except NoSuchObject:
-                return self._from_elsewhere(wanted, decoder)
-            except _Wrong as error:
-                wrong = error
-        where = self.remote.where(pack_key(wanted.pack))
-        at = wrong.location
-        raise CorruptObject(f"block {at.id.hex()} at byte {at.offset} of {where}", wrong.reason)
-
-    def _payloads(self, wanted: Range) -> list[Buffer]:
-        """What is there, as it is sealed."""
-        start, content = wanted.start, bytearray(wanted.end - wanted.start)
-        count = self.remote.objects.read_into(pack_key(wanted.pack), start, memoryview(content))
-        view = memoryview(content)[:count]
-        return [view[at.offset - start : at.end - start] for _, at in wanted.blocks]
-
-    def _verified(
-        self,
-        blocks: Sequence[tuple[int, Location]],
-        payloads: Sequence[Buffer],
-        decoder: Decoder,
-    ) -> list[Arrived]:
-        """Raises _Wrong."""
-        plain = [self._open(*each) for each in zip(blocks, payloads, strict=True)]
-        codecs, lengths = [at.codec for _, at in blocks], [at.raw for _, at in blocks]
         try:
-            raws = list(decoder.decode_all(codecs, plain, lengths))
-        except Undecodable:
-            for block, payload in zip(blocks, plain, strict=True):
-                _decode(block, payload, decoder)  # finds out which
-            raise AssertionError("what can't be decoded together can, one by one") from None
-        arrived = []
-        for (number, at), payload, raw in zip(blocks, plain, raws, strict=True):
-            if block_id(raw) != at.id:
-                raise _Wrong(number, at, f"its bytes hash to {block_id(raw).hex()}")
-            stored = StoredBlock(at.id, Kind.DATA, Codec(at.codec), at.raw, payload)
-            arrived.append(Arrived(number, stored, raw))
-        return arrived
-
-    def _open(self, block: tuple[int, Location], payload: Buffer) -> Buffer:
-        number, at = block
-        try:
-            return self.remote.sealing.open(block_label(at.id), payload)
-        except Unsealable as error:
-            raise _Wrong(number, at, str(error)) from error
+            return fetch_range(self.remote, wanted, decoder)
+        except NoSuchObject:
+            return self._from_elsewhere(wanted, decoder)
 
     def _from_elsewhere(self, wanted: Range, decoder: Decoder) -> list[Arrived]:
         """The pack is gone: its blocks lie in others, whose places the indexes know."""
@@ -158,9 +114,62 @@ class Fetcher:
             return self._moved
 
 
-def _decode(block: tuple[int, Location], payload: Buffer, decoder: Decoder) -> None:
-    number, at = block
+def fetch_range(remote: Remote, wanted: Range, decoder: Decoder) -> list[Arrived]:
+    """The blocks of a range, verified; they last until the decoder is used again.
+
+    Raises NoSuchObject when the pack isn't there; otherwise as Fetcher.fetch.
+    """
+    for _ in range(_TRIES):
+        try:
+            return _verified(remote, wanted.blocks, _payloads(remote, wanted), decoder)
+        except _Wrong as error:
+            wrong = error
+    where = remote.where(pack_key(wanted.pack))
+    at = wrong.location
+    raise CorruptObject(f"block {at.id.hex()} at byte {at.offset} of {where}", wrong.reason)
+
+
+def _payloads(remote: Remote, wanted: Range) -> list[Buffer]:
+    """What is there, as it is sealed."""
+    start, content = wanted.start, bytearray(wanted.end - wanted.start)
+    count = remote.objects.read_into(pack_key(wanted.pack), start, memoryview(content))
+    view = memoryview(content)[:count]
+    return [view[at.offset - start : at.end - start] for _, at in wanted.blocks]
+
+
+def _verified(
+    remote: Remote,
+    blocks: Sequence[tuple[int, Location]],
+    payloads: Sequence[Buffer],
+    decoder: Decoder,
+) -> list[Arrived]:
+    """Raises _Wrong."""
+    plain = [_open(remote, at, payload) for (_, at), payload in zip(blocks, payloads, strict=True)]
+    codecs, lengths = [at.codec for _, at in blocks], [at.raw for _, at in blocks]
+    try:
+        raws = list(decoder.decode_all(codecs, plain, lengths))
+    except Undecodable:
+        for (_, at), payload in zip(blocks, plain, strict=True):
+            _decode(at, payload, decoder)  # finds out which
+        raise AssertionError("what can't be decoded together can, one by one") from None
+    arrived = []
+    for (number, at), payload, raw in zip(blocks, plain, raws, strict=True):
+        if (found := block_id(raw)) != at.id:
+            raise _Wrong(at, f"its bytes hash to {found.hex()}")
+        stored = StoredBlock(at.id, Kind.DATA, Codec(at.codec), at.raw, payload)
+        arrived.append(Arrived(number, stored, raw))
+    return arrived
+
+
+def _open(remote: Remote, at: Location, payload: Buffer) -> Buffer:
+    try:
+        return remote.sealing.open(block_label(at.id), payload)
+    except Unsealable as error:
+        raise _Wrong(at, str(error)) from error
+
+
+def _decode(at: Location, payload: Buffer, decoder: Decoder) -> None:
     try:
         decoder.decode(at.codec, payload, at.raw)
     except Undecodable as error:
-        raise _Wrong(number, at, str(error)) from error
+        raise _Wrong(at, str(error)) from error

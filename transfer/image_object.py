@@ -85,8 +85,8 @@ def encode(encoded: bytes, locations: Sequence[Location]) -> bytes:
     return b"".join([head, coded.payload, *packs, places.tobytes()])
 
 
-def decode(identity: BlockId, content: Buffer) -> RemoteImage:
-    """The image of this id. Raises CorruptManifest or UnknownFormat; nothing in it is trusted."""
+def decode(content: Buffer) -> RemoteImage:
+    """The image. Raises CorruptManifest or UnknownFormat; nothing in it is trusted."""
     view = memoryview(content)
     if len(view) < HEADER.size:
         raise CorruptManifest(f"only {len(view)} bytes")
@@ -103,8 +103,6 @@ def decode(identity: BlockId, content: Buffer) -> RemoteImage:
         encoded = bytes(Decoder().decode(codec, view[ends[0] : ends[1]], raw))
     except Undecodable as error:
         raise CorruptManifest(str(error)) from error
-    if block_id(encoded) != identity:
-        raise CorruptManifest("its bytes don't hash to its id")
     manifest = manifests.decode(encoded)
     ids = bytes(view[ends[1] : ends[2]])
     places = np.frombuffer(view[ends[2] :], PLACE_DTYPE)
@@ -115,7 +113,7 @@ def decode(identity: BlockId, content: Buffer) -> RemoteImage:
     if not good.all():
         raise CorruptManifest("its places can't be")
     return RemoteImage(
-        identity,
+        block_id(encoded),
         manifest,
         encoded,
         [PackId(ids[i : i + ID_BYTES]) for i in range(0, len(ids), ID_BYTES)],

@@ -116,17 +116,19 @@ def _put_image(
     progress: Progress,
 ) -> None:
     """The image is there, whole, and stays. Raises RemoteBusy."""
-    state = collector_state(remote)
     for _ in range(_TRIES):
-        if condemned := [key for key in keys if key in state.condemned]:
-            state = release_from(remote, condemned)
-        if not remote.is_new and remote.find_image(image) is not None:
+        state = collector_state(remote)
+        condemned = [key for key in keys if key in state.condemned]
+        if not condemned and not remote.is_new and remote.find_image(image) is not None:
             return
         located, state = _put_blocks(store, manifest.block_ids(), remote, state, sent, progress)
         (at,) = store.catalog.locations([image])
         with BlockReader(store.layout) as reader:
             encoded = reader.read_one(at)
         remote.put_image(image, image_object.encode(encoded, located))
+        # Its packs are safe by now; should it itself have been deleted, it is written again.
+        if condemned and release_from(remote, condemned) and remote.find_image(image) is None:
+            continue
         if lease.valid:
             return
     raise RemoteBusy(remote.url, "collectors, all the time")

@@ -13,7 +13,7 @@ Written in the order packs, indexes, manifests, names: whatever is there is whol
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from icefloe.ids import ID_BYTES, BlockId, IdPrefix, Name, PackId, parse_name
 from icefloe.store.pack import INDEX_DTYPE, Index, bad_row
 from icefloe.transfer import image_object
 from icefloe.transfer.image_object import RemoteImage
-from icefloe.transfer.objects import ABSENT, Conflict, NoSuchObject, Object, ObjectInfo, Objects
+from icefloe.transfer.objects import ABSENT, Conflict, NoSuchObject, ObjectInfo, Objects
 from icefloe.transfer.options import RemoteOptions
 from icefloe.transfer.patient import PatientObjects
 from icefloe.transfer.sealing import Open, Sealing, Unsealable, load_keys
@@ -151,6 +151,13 @@ class Remote:
         with self.workers() as pool:
             return dict(zip(keys, pool.map(self.named, names), strict=True))
 
+    def remove_names(self, names: Sequence[Name]) -> None:
+        """Takes all of these names away or, when one isn't there, none. Raises NotInRemote."""
+        for name in names:
+            if self.named(name).image is None:
+                raise NotInRemote(str(name), self.url)
+        self.objects.delete([f"{NAMES}{name}" for name in names])
+
     # Images
 
     def resolve(self, reference: Name | IdPrefix) -> BlockId:
@@ -185,24 +192,29 @@ class Remote:
                 found = self.objects.read(key)
             except NoSuchObject:
                 continue
-            return self.open_image(key, image, found)
+            return self._open_image(key, found.content)
         raise NotInRemote(f"@{image.hex()}", self.url)
 
-    def open_image(self, key: str, image: BlockId, found: Object) -> RemoteImage:
-        """The image in an object."""
+    def image_at(self, key: str) -> RemoteImage:
+        """The image in an object. Raises NoSuchObject, CorruptObject, CorruptManifest."""
+        return self._open_image(key, self.objects.read(key).content)
+
+    def _open_image(self, key: str, sealed: bytes) -> RemoteImage:
+        outer = bytes.fromhex(key.removeprefix(MANIFESTS))
         try:
-            content = self.sealing.open(b"image " + image, found.content)
+            image = image_object.decode(self.sealing.open(b"image " + outer, sealed))
         except Unsealable as error:
             raise self.unsealable(key, error) from error
-        try:
-            return image_object.decode(image, content)
         except CorruptManifest as error:
             raise CorruptObject(self.where(key), error.reason) from error
+        if outer not in self.sealing.outers(image.id):
+            raise CorruptObject(self.where(key), f"it is image {image.id.hex()}")
+        return image
 
     def put_image(self, image: BlockId, content: bytes) -> None:
         """Publishes an image; all of its blocks have to be there."""
-        sealed = self.sealing.seal(b"image " + image, content)
-        self.objects.put(MANIFESTS + self.sealing.outer(image).hex(), sealed)
+        outer = self.sealing.outer(image)
+        self.objects.put(MANIFESTS + outer.hex(), self.sealing.seal(b"image " + outer, content))
 
     # Packs
 

@@ -1,6 +1,6 @@
 """`push`, `pull` and `remote`: images in buckets and shared folders."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -197,3 +197,108 @@ def remote_ls(context: Context, url: str, keys: str | None, as_json: bool) -> No
         for name, entry in names.items()
     ]
     output.table(("NAME", "ID", "PUSHED"), rows, right=set())
+
+
+@remote.command("rm")
+@click.argument("url", metavar="REMOTE")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@key_file
+@_json
+@click.pass_obj
+def remote_rm(
+    context: Context, url: str, names: tuple[str, ...], keys: str | None, as_json: bool
+) -> None:
+    """Take names away in a remote.
+
+    What no name leads to any more goes with the next `remote gc`.
+    """
+    from icefloe.ids import parse_name
+    from icefloe.transfer.remote import open_remote
+
+    wanted = [parse_name(name) for name in names]
+    with open_remote(url, remote_options(context.config(), keys)) as there:
+        there.remove_names(wanted)
+    removed = [str(name) for name in wanted]
+    if as_json:
+        output.print_json({"names": removed})
+        return
+    output.facts([("removed", ", ".join(removed))])
+
+
+@remote.command("gc")
+@click.argument("url", metavar="REMOTE")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--grace", metavar="D", help="Keep what is younger than this (90s, 2h, 1d).")
+@key_file
+@_json
+@click.pass_obj
+def remote_gc(
+    context: Context,
+    url: str,
+    dry_run: bool,
+    grace: str | None,
+    keys: str | None,
+    as_json: bool,
+) -> None:
+    """Give back the space of what no name of a remote leads to."""
+    started = monotonic()
+    from icefloe.config import parse_duration
+    from icefloe.transfer.collect import collect_remote
+    from icefloe.transfer.remote import open_remote
+
+    config = context.config()
+    seconds = config.remote_grace_seconds if grace is None else parse_duration(grace)
+    with open_remote(url, remote_options(config, keys)) as there:
+        result = collect_remote(there, seconds, dry_run=dry_run)
+    took = monotonic() - started
+    if as_json:
+        output.print_json({"dry_run": dry_run, **asdict(result), "seconds": round(took, 3)})
+        return
+    would = "would be " if dry_run else ""
+    gone = f"{result.images_removed} images, {result.packs_removed} packs"
+    output.facts(
+        [
+            (f"{would}freed", output.size(result.freed_bytes)),
+            (f"{would}removed", gone),
+            (f"{would}rewritten", f"{result.packs_rewritten} packs"),
+            ("unfinished uploads", f"{result.uploads_removed} removed"),
+            ("kept by grace", f"{result.kept_by_grace} objects"),
+            ("kept for pushes under way", f"{result.kept_by_lease} objects"),
+            ("time", f"{took:.2f} s"),
+        ]
+    )
+
+
+@remote.command("check")
+@click.argument("url", metavar="REMOTE")
+@click.option("--read-data", is_flag=True, help="Read and verify every byte of every pack.")
+@key_file
+@_json
+@click.pass_obj
+def remote_check(
+    context: Context, url: str, read_data: bool, keys: str | None, as_json: bool
+) -> None:
+    """Audit a remote: names, images, indexes, packs.
+
+    Exits with 4 when something is damaged.
+    """
+    from icefloe.transfer.audit import check_remote
+    from icefloe.transfer.remote import open_remote
+
+    with (
+        open_remote(url, remote_options(context.config(), keys)) as there,
+        context.progress("reading", None) as progress,
+    ):
+        audit = check_remote(there, read_data=read_data, progress=progress)
+    if as_json:
+        counts = {"images": audit.images, "blocks": audit.blocks, "packs": audit.packs}
+        problems = [{**asdict(problem), "repaired": False} for problem in audit.problems]
+        output.print_json({"ok": audit.ok, **counts, "names": audit.names, "problems": problems})
+    else:
+        print(f"{audit.names} names, {audit.images} images, {audit.blocks} blocks")
+        for problem in audit.problems:
+            weight = "waste" if problem.waste else "DAMAGE"
+            print(output.printable(f"{weight}  {problem.kind}: {problem.what}"))
+        print("ok" if audit.ok else "damaged")
+    if not audit.ok:
+        raise click.exceptions.Exit(4)
