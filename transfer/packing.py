@@ -4,6 +4,7 @@ A sealed pack begins with "ICEFSEAL", its payloads and its index are sealed, and
 headers are those that others may see. docs/format.md, "Sealed".
 """
 
+import io
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ class PackObject:
     """A whole pack. `stored_index` is its index as it stands in it."""
 
     id: PackId
-    content: bytearray
+    content: bytes
     index: Index
     stored_index: bytes
 
@@ -38,18 +39,17 @@ def make_pack(blocks: Iterable[StoredBlock], sealing: Sealing) -> PackObject:
     start = pack.header()
     if sealing.overhead:
         start = SEALED_MAGIC + start[len(SEALED_MAGIC) :]
-    frames, content, ids = pack.Frames(start), bytearray(start), []
+    frames, content, ids = pack.Frames(start), io.BytesIO(), []
+    content.write(start)
     for block in blocks:
         ids.append(block.id)
-        for piece in frames.add([_outside(block, sealing)]):
-            content += piece
+        content.writelines(frames.add([_outside(block, sealing)]))
     index = frames.index()
     index["id"] = np.array(ids, "V32")
     stored_index = bytes(sealing.seal(b"index", index.tobytes()))
     identity, pieces = frames.end(stored_index)
-    for piece in pieces:
-        content += piece
-    return PackObject(identity, content, index, stored_index)
+    content.writelines(pieces)
+    return PackObject(identity, content.getvalue(), index, stored_index)
 
 
 def _outside(block: StoredBlock, sealing: Sealing) -> StoredBlock:

@@ -5,6 +5,7 @@ botocore try once. Conditional writes are `If-Match` and `If-None-Match`.
 """
 
 import asyncio
+import io
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -142,9 +143,12 @@ class S3Objects:
         condition = {}
         if expect is not None:
             condition = {"IfMatch": expect} if expect != ABSENT else {"IfNoneMatch": "*"}
+        # aiohttp sends a stream piece by piece, and everything else in one go. Of bytes, this is no
+        # copy.
+        body = io.BytesIO(content)
         try:
             answer = self._run(
-                self._ask("put_object", Key=self._prefix + key, Body=content, **condition), key
+                self._ask("put_object", Key=self._prefix + key, Body=body, **condition), key
             )
         except NoSuchObject:  # what If-Match says of an object that is gone
             raise Conflict(key) from None
