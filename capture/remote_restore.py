@@ -90,6 +90,8 @@ def _keep(root: Path, source: RemoteSource, arrivals: Arrivals, name: Name | Non
     try:
         bring(source.fetcher, arrivals)
         with open_store(root, write=True, wait_seconds=COMMIT_SECONDS) as store:
+            if not arrivals.are_all_here(store):
+                return "blocks were collected meanwhile: `icefloe pull` brings them in"
             arrivals.commit(store, name)
     except IcefloeError as error:
         return str(error)

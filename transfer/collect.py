@@ -2,7 +2,7 @@
 
 Images that no name means, packs in which nothing lives, and packs that mostly don't (what lives in
 them is copied to new ones), each only when it is older than the grace period. First they are
-condemned, in `leases/gc`; they are deleted when no push is left that began before that, and when
+condemned, in `leases/gc`; they are deleted when nobody is left who began before that, and when
 another look shows that they are still not needed. docs/invariants.md, "Remotes".
 """
 
@@ -20,7 +20,7 @@ from icefloe.store.pack import Index, StoredBlock
 from icefloe.store.reader import Location
 from icefloe.store.writer import TARGET_BYTES
 from icefloe.transfer.fetch import fetch_range
-from icefloe.transfer.leases import LEASES, PUSH_SECONDS, Collector, collecting
+from icefloe.transfer.leases import LEASES, Collector, collecting, held_since
 from icefloe.transfer.objects import NoSuchObject, ObjectInfo
 from icefloe.transfer.packing import make_pack
 from icefloe.transfer.ranges import ranges
@@ -43,8 +43,6 @@ _BATCH = 500
 # What is read at once to be copied.
 _READ_BYTES = 8 << 20
 _READ_RAW_BYTES = 32 << 20
-
-_PUSHES = f"{LEASES}push-"
 
 Ids = NDArray[np.bytes_]
 """Block ids (S32)."""
@@ -71,7 +69,7 @@ class RemotePlan:
 
 @dataclass(frozen=True, slots=True)
 class CollectResult:
-    """What was deleted. `kept_by_lease`: objects that wait for pushes to end."""
+    """What was deleted. `kept_by_lease`: objects that wait for others to end."""
 
     images_removed: int
     packs_removed: int
@@ -256,7 +254,7 @@ class _Collection:
         condemned = {key: before.get(key, since) for key in goes}
         self._collector.write(condemned)
         allowed = self._allowed(condemned)
-        # Pushes that began before have ended: what they left is seen now.
+        # Whoever began before has ended: what a push left is seen now.
         again = self._look()
         dead = {*again.manifests, *map(pack_key, again.plan.packs)}
         deleted = [key for key in allowed if key in dead]
@@ -286,12 +284,9 @@ class _Collection:
         return len(old)
 
     def _allowed(self, condemned: Mapping[str, float]) -> list[str]:
-        """What every push that is under way knows to be condemned."""
-        now = self._collector.now()
-        pushes = list(self._remote.objects.list(_PUSHES))
-        over = [row.key for row in pushes if now - row.modified > PUSH_SECONDS]
+        """What everybody who is at work knows to be condemned."""
+        oldest, over = held_since(self._remote, self._collector.now())
         self._remote.objects.delete(over)
-        oldest = min((row.modified for row in pushes if row.key not in over), default=np.inf)
         return [key for key, since in condemned.items() if since < oldest]
 
     def _delete(self, keys: Sequence[str]) -> None:

@@ -1,23 +1,27 @@
-"""Who is at work in a remote: pushes, and the one collector.
+"""Who is at work in a remote: pushes, pulls, and the one collector.
 
     leases/push-X   {"holder": "host, process 12"}: a push that began when the object was written
+    leases/pull-X   the same of a pull or a restore
     leases/gc       {"fence": 3, "holder": null or "host, process 12", "condemned": {KEY: TIME}}
 
-A collector deletes what it condemned only when every push that began before that has ended, and
+A collector deletes what it condemned only when everybody who began before that has ended, and
 looks once more whether it is still unused. A push that begins later sees what is condemned, and
-frees what it needs before it relies on it. Times are those of the store's clock.
+frees what it needs before it relies on it; a pull that begins later finds no name that leads there.
+Times are those of the store's clock.
 
 `leases/gc` is written only by whoever holds it, by conditional writes: each holder counts `fence`
 up, and who was too slow finds that out. docs/invariants.md, "Remotes".
 """
 
 import json
+import math
 import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from icefloe.errors import CorruptObject, IcefloeError, RemoteBusy, RemoteRefused
 from icefloe.transfer.objects import ABSENT, Conflict, NoSuchObject
@@ -26,8 +30,9 @@ from icefloe.transfer.remote import Remote
 LEASES = "leases/"
 COLLECTOR = "leases/gc"
 
-# A push that takes longer begins anew: what it has sent by then is not sent again.
-PUSH_SECONDS = 6 * 3600.0
+# A push that takes longer begins anew; what it has sent by then is not sent again. A pull that
+# takes longer may find that its image was removed.
+LEASE_SECONDS = 6 * 3600.0
 
 # A collector writes its lease anew before this, or has lost it.
 COLLECTOR_SECONDS = 600.0
@@ -74,34 +79,59 @@ def collector_state(remote: Remote) -> State:
         raise CorruptObject(remote.where(COLLECTOR), "it is no lease") from None
 
 
-class PushLease:
-    """Keeps collectors from what a push relies on, while it is `valid`."""
+class Lease:
+    """Keeps collectors from what somebody relies on, while it is `valid`."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: Remote, kind: Literal["push", "pull"]) -> None:
         self._remote = remote
         self._began = _now()
-        self._key = f"{LEASES}push-{os.urandom(16).hex()}"
+        self._key = f"{LEASES}{kind}-{os.urandom(16).hex()}"
         remote.objects.put(self._key, json.dumps({"holder": _me()}).encode())
 
     @property
     def valid(self) -> bool:
         """Whether collectors still heed it."""
-        return _now() - self._began < PUSH_SECONDS - _MARGIN_SECONDS
+        return _now() - self._began < LEASE_SECONDS - _MARGIN_SECONDS
 
     def release(self) -> None:
-        """The push is over."""
+        """It is over."""
         self._remote.objects.delete([self._key])
 
 
 @contextmanager
-def pushing(remote: Remote) -> Iterator[PushLease]:
+def pushing(remote: Remote) -> Iterator[Lease]:
     """A push is under way."""
-    lease = PushLease(remote)
+    lease = Lease(remote, "push")
     try:
         yield lease
     finally:
         with suppress(IcefloeError):  # it runs out by itself
             lease.release()
+
+
+@contextmanager
+def pulling(remote: Remote) -> Iterator[None]:
+    """A pull is under way; without a lease, where nothing may be written."""
+    lease = None
+    with suppress(RemoteRefused):
+        lease = Lease(remote, "pull")
+    try:
+        yield
+    finally:
+        if lease is not None:
+            with suppress(IcefloeError):
+                lease.release()
+
+
+def held_since(remote: Remote, now: float) -> tuple[float, list[str]]:
+    """Since when somebody has been at work (infinity: nobody is), and leases that have run out."""
+    rows = [
+        row
+        for row in remote.objects.list(LEASES)
+        if row.key.startswith((f"{LEASES}push-", f"{LEASES}pull-"))
+    ]
+    over = [row.key for row in rows if now - row.modified > LEASE_SECONDS]
+    return min((row.modified for row in rows if row.key not in over), default=math.inf), over
 
 
 class Collector:

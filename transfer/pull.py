@@ -18,7 +18,7 @@ import numpy as np
 from icefloe import allocator, durable
 from icefloe.catalog import LocalStore, open_store
 from icefloe.catalog.lock import Lock
-from icefloe.errors import Corrupt, IcefloeError
+from icefloe.errors import Corrupt, IcefloeError, StoreBusy
 from icefloe.ids import BlockId, Name, PackId
 from icefloe.store import layout as layouts
 from icefloe.store.codecs import Encoder
@@ -37,6 +37,9 @@ _WINDOW_BYTES = 64 << 20
 
 # Others may collect what was here between the last look and the commit: then it is fetched.
 _TRIES = 3
+
+# How long to wait for others who pull the same image.
+LOCK_SECONDS = 5.0
 
 # How long to wait for others who use the store, to commit what has arrived.
 COMMIT_SECONDS = 60.0
@@ -70,7 +73,7 @@ class Arrivals:
         self._image = image
         self._place = Layout(root).arrival(image.id)
         layouts.make_folders(self._place)
-        self._lock = Lock(self._place.lock, write=True)
+        self._lock = Lock(self._place.lock, write=True, wait_seconds=LOCK_SECONDS)
         for path in staging_leftovers(self._place):
             path.unlink()
         self._writer: PackWriter | None = None
@@ -96,6 +99,11 @@ class Arrivals:
             for number, identity in enumerate(ids)
             if not known[number] and identity not in self._kept
         ]
+
+    def are_all_here(self, store: LocalStore) -> bool:
+        """Whether nothing is `missing`, by another look."""
+        self.look(store)
+        return not self.missing
 
     def still_missing(self) -> list[int]:
         """Those of `missing` that have not been kept."""
@@ -129,9 +137,9 @@ class Arrivals:
                 raise
 
     def commit(self, store: LocalStore, name: Name | None) -> BlockId | None:
-        """Publishes the image, in a store open for writing; returns what the name meant before.
+        """Publishes the image, when `are_all_here`; returns what the name meant before.
 
-        Raises Corrupt when a block is missing.
+        The store is open for writing.
         """
         image = self._image.id
         packs = self._packs()
@@ -175,18 +183,17 @@ def pull_image(
     allocator.keep_freed()
     new_bytes = blocks_sent = 0
     with closing(Arrivals(root, image)) as arrivals:
-        for left in reversed(range(_TRIES)):
-            with open_store(root, write=False, create=True) as store:
-                arrivals.look(store)
+        with open_store(root, write=False, create=True) as store:
+            arrivals.look(store)
+        for _ in range(_TRIES):
             blocks_sent += len(arrivals.missing)
             new_bytes += bring(Fetcher(remote, image, Layout(root)), arrivals, progress)
-            try:
-                with open_store(root, write=True, wait_seconds=COMMIT_SECONDS) as store:
+            with open_store(root, write=True, wait_seconds=COMMIT_SECONDS) as store:
+                if arrivals.are_all_here(store):
                     replaced = arrivals.commit(store, name)
-                break
-            except Corrupt:
-                if not left:
-                    raise
+                    break
+        else:
+            raise StoreBusy(root, "collectors, again and again")
     traffic, blocks = remote.objects.traffic, len(image.manifest.blocks)
     return PullResult(
         id=image.id,

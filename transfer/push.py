@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from icefloe.catalog import LocalStore
@@ -22,7 +23,6 @@ from icefloe.store.writer import TARGET_BYTES
 from icefloe.transfer import image_object
 from icefloe.transfer.known import open_known
 from icefloe.transfer.leases import (
-    PushLease,
     State,
     collector_state,
     pushing,
@@ -86,8 +86,7 @@ def push_image(
     sent = _Sent()
     replaced: list[BlockId] = []
     if not named or any(key in collector_state(remote).condemned for key in keys):
-        with pushing(remote) as lease:
-            _put_image(store, image, manifest, keys, remote, lease, sent, progress)
+        with _holding(store, image, manifest, remote, sent, progress):
             for name, entry in before.items():
                 was = remote.set_name(name, image, entry).image
                 if was is not None and was != image:
@@ -105,33 +104,49 @@ def push_image(
     )
 
 
+@contextmanager
+def _holding(
+    store: LocalStore,
+    image: BlockId,
+    manifest: Manifest,
+    remote: Remote,
+    sent: _Sent,
+    progress: Progress,
+) -> Iterator[None]:
+    """The image is there, whole, and stays meanwhile. Raises RemoteBusy."""
+    for _ in range(_TRIES):
+        with pushing(remote) as lease:
+            done = _put_image(store, image, manifest, remote, sent, progress)
+            if done and lease.valid:
+                yield
+                return
+    raise RemoteBusy(remote.url, "collectors, all the time")
+
+
 def _put_image(
     store: LocalStore,
     image: BlockId,
     manifest: Manifest,
-    keys: Sequence[str],
     remote: Remote,
-    lease: PushLease,
     sent: _Sent,
     progress: Progress,
-) -> None:
-    """The image is there, whole, and stays. Raises RemoteBusy."""
-    for _ in range(_TRIES):
-        state = collector_state(remote)
-        condemned = [key for key in keys if key in state.condemned]
-        if not condemned and not remote.is_new and remote.find_image(image) is not None:
-            return
-        located, state = _put_blocks(store, manifest.block_ids(), remote, state, sent, progress)
-        (at,) = store.catalog.locations([image])
-        with BlockReader(store.layout) as reader:
-            encoded = reader.read_one(at)
-        remote.put_image(image, image_object.encode(encoded, located))
-        # Its packs are safe by now; should it itself have been deleted, it is written again.
-        if condemned and release_from(remote, condemned) and remote.find_image(image) is None:
-            continue
-        if lease.valid:
-            return
-    raise RemoteBusy(remote.url, "collectors, all the time")
+) -> bool:
+    """Has the image be there, whole; whether it still is."""
+    state = collector_state(remote)
+    keys = [MANIFESTS + outer.hex() for outer in remote.sealing.outers(image)]
+    condemned = [key for key in keys if key in state.condemned]
+    if not condemned and not remote.is_new and remote.find_image(image) is not None:
+        return True
+    located, state = _put_blocks(store, manifest.block_ids(), remote, state, sent, progress)
+    (at,) = store.catalog.locations([image])
+    with BlockReader(store.layout) as reader:
+        encoded = reader.read_one(at)
+    remote.put_image(image, image_object.encode(encoded, located))
+    if not condemned:
+        return True
+    # Its packs are safe by now. It itself may have been deleted before it was released.
+    release_from(remote, condemned)
+    return remote.find_image(image) is not None
 
 
 def _put_blocks(

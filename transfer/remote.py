@@ -81,7 +81,7 @@ class Remote:
         self.requests = requests
         self.id = ""
         self.is_new = False
-        """It was made when it was opened: nothing can be there."""
+        """It was made when it was opened, and nothing was put there since."""
 
     def __enter__(self) -> "Remote":
         return self
@@ -213,6 +213,7 @@ class Remote:
 
     def put_image(self, image: BlockId, content: bytes) -> None:
         """Publishes an image; all of its blocks have to be there."""
+        self.is_new = False
         outer = self.sealing.outer(image)
         self.objects.put(MANIFESTS + outer.hex(), self.sealing.seal(b"image " + outer, content))
 

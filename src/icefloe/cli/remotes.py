@@ -13,7 +13,7 @@ from icefloe.errors import ImageNotFound, NotInRemote, UsageError
 
 if TYPE_CHECKING:
     from icefloe.config import Config
-    from icefloe.ids import BlockId, IdPrefix, Name
+    from icefloe.ids import IdPrefix, Name
     from icefloe.transfer.options import RemoteOptions
     from icefloe.transfer.remote import Remote
 
@@ -32,7 +32,7 @@ def remote_options(config: "Config", keys: str | None) -> "RemoteOptions":
 
 def find_source(
     urls: tuple[str, ...], config: "Config", keys: str | None, reference: "Name | IdPrefix"
-) -> "tuple[Remote, BlockId]":
+) -> "Remote":
     """The first of these remotes that has an image; the caller closes it. Raises NotInRemote."""
     from icefloe.transfer.remote import open_remote
 
@@ -42,7 +42,9 @@ def find_source(
     for url in known:
         remote = open_remote(url, remote_options(config, keys))
         try:
-            return remote, remote.resolve(reference)
+            if len(known) > 1:
+                remote.resolve(reference)
+            return remote
         except NotInRemote:
             remote.objects.close()
     raise NotInRemote(str(reference), known[-1])
@@ -126,19 +128,23 @@ def pull(
     """
     started = monotonic()
     from icefloe.ids import Name, parse_reference
+    from icefloe.transfer.leases import pulling
     from icefloe.transfer.pull import pull_image
 
     config, reference = context.config(), parse_reference(name)
-    remote, identity = find_source(urls, config, keys, reference)
-    with remote, context.progress("pulling", None) as progress:
-        image = remote.image(identity)
-        wanted = reference if isinstance(reference, Name) else None
+    wanted = reference if isinstance(reference, Name) else None
+    with (
+        find_source(urls, config, keys, reference) as remote,
+        pulling(remote),
+        context.progress("pulling", None) as progress,
+    ):
+        image = remote.image(remote.resolve(reference))
         result = pull_image(config.store, remote, image, wanted, progress)
     seconds = monotonic() - started
     if as_json:
         output.print_json(
             {
-                "id": identity.hex(),
+                "id": image.id.hex(),
                 "name": wanted and str(wanted),
                 "logical_bytes": result.logical_bytes,
                 "new_bytes": result.new_bytes,
@@ -154,7 +160,7 @@ def pull(
         return
     output.facts(
         [
-            ("image", f"{wanted or ''}  @{identity.hex()[:12]}".strip()),
+            ("image", f"{wanted or ''}  @{image.id.hex()[:12]}".strip()),
             ("logical", output.size(result.logical_bytes)),
             ("came", _blocks(result.new_bytes, result.blocks_sent, result.blocks_skipped)),
             ("on the wire", f"{output.size(result.wire_bytes)} in {result.requests} requests"),
@@ -263,7 +269,7 @@ def remote_gc(
             (f"{would}rewritten", f"{result.packs_rewritten} packs"),
             ("unfinished uploads", f"{result.uploads_removed} removed"),
             ("kept by grace", f"{result.kept_by_grace} objects"),
-            ("kept for pushes under way", f"{result.kept_by_lease} objects"),
+            ("kept for others at work", f"{result.kept_by_lease} objects"),
             ("time", f"{took:.2f} s"),
         ]
     )

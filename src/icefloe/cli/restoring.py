@@ -95,12 +95,12 @@ def restore(
     try:
         if urls:
             from icefloe.capture.remote_restore import restore_from_remote
+            from icefloe.transfer.leases import pulling
 
-            remote, image = find_source(urls, config, keys, reference)
             named = reference if isinstance(reference, Name) else None
-            options = replace(options, lineage=options.lineage or image.hex())
-            with remote:
-                there = remote.image(image)
+            with find_source(urls, config, keys, reference) as remote, pulling(remote):
+                there = remote.image(remote.resolve(reference))
+                options = replace(options, lineage=options.lineage or there.id.hex())
                 came = restore_from_remote(
                     config.store, remote, there, named, options, guard, started, Nvidia
                 )
