@@ -75,6 +75,9 @@ class ImageSource(BlockSource, Protocol):
     def let_go(self) -> None:
         """From here on, the store is free for others. Raises Corrupt."""
 
+    def give_up(self) -> None:
+        """Whoever waits for a block that isn't here gets an error."""
+
     def close(self) -> None:
         """Gives back what was opened."""
 
@@ -102,6 +105,9 @@ class StoreSource:
         """See ImageSource."""
         self.pin(range(len(self._manifest.blocks)))
         self._store.close()
+
+    def give_up(self) -> None:
+        """See ImageSource: all blocks are here."""
 
     def pin(self, numbers: Sequence[int]) -> None:
         """Of these blocks, what is read may even be removed from the store. Raises Corrupt.

@@ -22,9 +22,6 @@ from icefloe.transfer.image_object import RemoteImage
 from icefloe.transfer.pull import COMMIT_SECONDS, Arrivals, bring, pull_image
 from icefloe.transfer.remote import Remote
 
-# With no more than this to fetch, it is sooner there than anything would be gained.
-_FETCH_FIRST_BYTES = 16 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class RemoteRestoreResult:
@@ -50,8 +47,11 @@ def restore_from_remote(
     guard: Guard,
     started: float,
     open_cuda: OpenCuda,
+    fetch_first: int,
 ) -> RemoteRestoreResult:
     """Restores an image of a remote, with the store in `root`, which is made if need be.
+
+    `fetch_first`: with no more stored bytes to fetch than this, nothing is gained by not waiting.
 
     As `restore_from`; raises RemoteUnreachable, RemoteRefused, CorruptObject or StoreBusy as well.
     """
@@ -59,7 +59,7 @@ def restore_from_remote(
     with closing(Arrivals(root, image)) as arrivals:
         with open_store(root, write=False, create=True) as store:
             arrivals.look(store)
-            few = int(image.places["stored"][arrivals.missing].sum()) <= _FETCH_FIRST_BYTES
+            few = int(image.places["stored"][arrivals.missing].sum()) <= fetch_first
             if not few:
                 source = RemoteSource(store, Fetcher(remote, image, Layout(root)), arrivals)
         if not few:

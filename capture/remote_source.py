@@ -121,6 +121,10 @@ class RemoteSource:
     def let_go(self) -> None:
         """See ImageSource: it isn't used any more."""
 
+    def give_up(self) -> None:
+        """See ImageSource."""
+        self.fetcher.remote.objects.stop()
+
     def close(self) -> None:
         """See ImageSource."""
         self.pool.shutdown(cancel_futures=True)

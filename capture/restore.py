@@ -311,8 +311,11 @@ def _restore_lazily(
         _serve_until_complete(door, fill, run.waking)
         door.let_go()
         run.waking.finish()
-    except IcefloeError as error:
-        raise RestoreAborted(error) if run.resumed else error from error
+    except BaseException as error:
+        source.give_up()
+        if isinstance(error, IcefloeError) and run.resumed:
+            raise RestoreAborted(error) from error
+        raise
     finally:
         door.close()
     complete = fill.filled.is_set()

@@ -22,6 +22,7 @@ from icefloe.catalog import database
 from icefloe.errors import IcefloeError
 from icefloe.gc import sweep
 from icefloe.store import writer
+from icefloe.transfer import push
 
 # What commands load when they run; a child that loads it again takes half a second.
 PRELOAD = (
@@ -29,6 +30,9 @@ PRELOAD = (
     "icefloe.config",
     "icefloe.gc.capacity",
     "icefloe.gc.removal",
+    "icefloe.transfer.folder",
+    "icefloe.transfer.pull",
+    "icefloe.transfer.push",
     "rich.console",
     "rich.table",
 )
@@ -91,6 +95,7 @@ def _make_small() -> None:
     """Several packs an image, and a change of its own for each pack that is rewritten."""
     writer.PackWriter.__init__.__defaults__ = (PACK_BYTES,)
     sweep.PACKS_AT_ONCE = 1
+    push.PACK_BYTES = PACK_BYTES
 
 
 def _run(order: dict[str, Any]) -> None:

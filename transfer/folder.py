@@ -140,8 +140,8 @@ class FolderObjects:
     def renew(self) -> None:
         """See Objects: there are no credentials."""
 
-    def close(self) -> None:
-        """See Objects: nothing stays open."""
+    def give_up(self) -> None:
+        """See Objects: nothing waits for long."""
 
 
 @contextmanager

@@ -113,8 +113,8 @@ class FsspecObjects:
     def renew(self) -> None:
         """See Objects."""
 
-    def close(self) -> None:
-        """See Objects."""
+    def give_up(self) -> None:
+        """See Objects: nothing waits for long."""
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

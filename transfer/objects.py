@@ -105,5 +105,5 @@ class Objects(Protocol):
     def renew(self) -> None:
         """Looks for credentials anew, where there are any."""
 
-    def close(self) -> None:
-        """Gives back connections."""
+    def give_up(self) -> None:
+        """What is under way fails at once, as Transient."""

@@ -72,8 +72,9 @@ class PatientObjects:
         return self._objects.url
 
     def stop(self) -> None:
-        """No request is tried again from here on: whoever waits for one gets an error."""
+        """Whatever is under way fails at once, and nothing is tried again from here on."""
         self._stopped.set()
+        self._objects.give_up()
 
     def read(self, key: str) -> Object:
         """See Objects."""
@@ -153,10 +154,6 @@ class PatientObjects:
             return None, 0
 
         self._again("ABORT", upload.key, once)
-
-    def close(self) -> None:
-        """See Objects."""
-        self._objects.close()
 
     def _again(self, verb: str, key: str, once: Callable[[], tuple[T, int]], sent: int = 0) -> T:
         """What `once` returns at last, and how many bytes came with it."""

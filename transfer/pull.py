@@ -239,7 +239,8 @@ def _fetch_in_order(fetcher: Fetcher, numbers: Sequence[int]) -> Iterator[list[S
                 waiting.append(pool.submit(fetch, part))
         while waiting:
             yield waiting.popleft().result()
+    except BaseException:  # or nobody wants the rest
+        remote.objects.stop()
+        raise
     finally:
-        if waiting:  # it failed, or nobody wants the rest
-            remote.objects.stop()
         pool.shutdown(cancel_futures=True)

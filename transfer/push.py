@@ -31,6 +31,9 @@ from icefloe.transfer.leases import (
 from icefloe.transfer.packing import PackObject, make_pack
 from icefloe.transfer.remote import MANIFESTS, Remote, index_key, pack_key
 
+# A pack is one object, and sent by one request.
+PACK_BYTES = TARGET_BYTES
+
 # Packs that are put together or sent at a time; each is whole in memory.
 _AT_ONCE = 4
 
@@ -221,9 +224,10 @@ def _send(
             waiting.append(pool.submit(send, group))
         while waiting:
             yield waiting.popleft().result()
+    except BaseException:  # or nobody wants the rest
+        remote.objects.stop()
+        raise
     finally:
-        if waiting:  # it failed
-            remote.objects.stop()
         pool.shutdown(cancel_futures=True)
         for reader in readers:
             reader.close()
@@ -242,7 +246,7 @@ def _groups(locations: Sequence[Location]) -> Iterator[list[Location]]:
     for at in locations:
         group.append(at)
         size += at.stored
-        if size >= TARGET_BYTES:
+        if size >= PACK_BYTES:
             yield group
             group, size = [], 0
     if group:

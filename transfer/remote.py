@@ -92,8 +92,11 @@ class Remote:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nobody needs it any more."""
         self.objects.stop()
-        self.objects.close()
 
     @property
     def url(self) -> str:

@@ -7,11 +7,11 @@ botocore try once. Conditional writes are `If-Match` and `If-None-Match`.
 import asyncio
 import io
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 import aiohttp
 import botocore.exceptions
-import fsspec.asyn
 import s3fs
 from botocore.exceptions import ClientError
 
@@ -87,7 +87,9 @@ class S3Objects:
             use_listings_cache=False,
             skip_instance_cache=True,
         )
-        self._fs.retries = 1
+        self._fs.retries = 1  # that is, tries
+        self._client: Any = None
+        self._under_way: set[Future[Any]] = set()
 
     def read(self, key: str) -> Object:
         """See Objects."""
@@ -218,18 +220,26 @@ class S3Objects:
     async def _connect(self, refresh: bool) -> None:
         await self._fs.set_session(refresh=refresh)
 
-    def close(self) -> None:
-        """See Objects: s3fs closes its connections when it is no longer used."""
+    def give_up(self) -> None:
+        """See Objects."""
+        for future in tuple(self._under_way):
+            future.cancel()
 
     async def _ask(self, operation: str, **arguments: Any) -> Any:
-        # Once only: `retries` of s3fs counts tries.
+        client = await self._fs.set_session()
+        if client is not self._client:
+            self._client = client
+            client.meta.events.register_last("before-call.s3", _expect_nothing)
         return await self._fs._call_s3(operation, Bucket=self._bucket, **arguments)
 
     def _run(self, work: Coroutine[Any, Any, T], key: str) -> T:
         """Runs it on the thread of fsspec's event loop. Raises what Objects says."""
+        future = asyncio.run_coroutine_threadsafe(_caught(work), self._fs.loop)
+        self._under_way.add(future)
         try:
-            result: T = fsspec.asyn.sync(self._fs.loop, _caught, work)
-            return result
+            return future.result()
+        except CancelledError as error:
+            raise Transient("given up") from error
         except ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             if _code(error) in _MISSING:
@@ -240,6 +250,13 @@ class S3Objects:
             raise Transient(_words(error)) from error
         except botocore.exceptions.BotoCoreError as error:
             raise Refused(_words(error)) from error
+        finally:
+            self._under_way.discard(future)
+
+
+def _expect_nothing(params: dict[str, Any], **_: Any) -> None:
+    """Bodies are sent without asking first: a server that never says yes is waited for for ever."""
+    params["headers"].pop("Expect", None)
 
 
 async def _caught(work: Coroutine[Any, Any, T]) -> T:

@@ -21,6 +21,7 @@
     requests = 16               # under way at a time
     patience = "2m"             # how long a request may go on failing
     encrypt_key_file = "..."    # keys, if things are to be encrypted there
+    fetch_first = "16m"         # a restore with no more to fetch than this fetches it first
     grace = "24h"               # how long what isn't needed there stays, at least
 
 `ICEFLOE_<SECTION>_<KEY>` overrides a key, `ICEFLOE_STORE` is short for `ICEFLOE_STORE_PATH`.
@@ -43,6 +44,8 @@ from icefloe.workers import worker_count
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _LINK_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _LINK = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)")
+_SIZE_BITS = {"": 0, "k": 10, "m": 20, "g": 30}
+_SIZE = re.compile(r"(\d+)([kmg]?)")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 
 _KEYS = {
@@ -57,6 +60,7 @@ _KEYS = {
         "requests",
         "patience",
         "encrypt_key_file",
+        "fetch_first",
         "grace",
     ),
 }
@@ -79,6 +83,7 @@ class Config:
     remote_url: str | None
     remote: RemoteOptions
     remote_grace_seconds: float
+    fetch_first_bytes: int
 
 
 def parse_duration(text: str) -> float:
@@ -114,6 +119,7 @@ def load(file: Path | None, store: Path | None, environment: Mapping[str, str]) 
         remote_url=_text("remote.url", values),
         remote=_remote(values),
         remote_grace_seconds=parse_duration(str(values.get("remote.grace", "24h"))),
+        fetch_first_bytes=_bytes("remote.fetch_first", values.get("remote.fetch_first", "16m")),
     )
 
 
@@ -187,6 +193,13 @@ def _remote(values: Mapping[str, object]) -> RemoteOptions:
         requests=int(requests),
         keys=Path(keys) if keys else None,
     )
+
+
+def _bytes(key: str, value: object) -> int:
+    match = _SIZE.fullmatch(str(value))
+    if not match:
+        raise UsageError(f"{key} is {value!r}", "write bytes: 4096, 64k, 16m or 1g")
+    return int(match[1]) << _SIZE_BITS[match[2]]
 
 
 def _link(value: object) -> float | None:

@@ -55,11 +55,11 @@ class FaultProxy:
     upstream: tuple[str, int]
     delay: float = 0.0
     """Seconds that each answer is late."""
-    requests: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list, repr=False)
     """METHOD PATH of each."""
     sent_bytes: int = 0
     received_bytes: int = 0
-    _rules: list[Rule] = field(default_factory=list)
+    _rules: list[Rule] = field(default_factory=list, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _listener: socket.socket | None = None
     _open: set[socket.socket] = field(default_factory=set)

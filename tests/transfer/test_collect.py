@@ -47,7 +47,7 @@ SECOND: Tree = {"pages-1.img": small_store.pages([SHARED, noise(90 * KIB, 3)])}
 
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushes, "TARGET_BYTES", 4 << 20)
+    monkeypatch.setattr(pushes, "PACK_BYTES", 4 << 20)
     monkeypatch.setattr(pushes, "_WORTH_LISTING", 0)
     monkeypatch.setattr(leases, "_POLL_SECONDS", 0.02)
 

@@ -76,7 +76,7 @@ class Scripted:
     def renew(self) -> None:
         self.renewed += 1
 
-    def close(self) -> None:
+    def give_up(self) -> None:
         pass
 
 

@@ -44,7 +44,7 @@ SECOND: Tree = {"pages-1.img": FIRST["pages-1.img"] + NOISE[2], "core.img": b"d"
 
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushes, "TARGET_BYTES", 150 * KIB)
+    monkeypatch.setattr(pushes, "PACK_BYTES", 150 * KIB)
     monkeypatch.setattr(pushes, "_WORTH_LISTING", 100 * KIB)
 
 
@@ -201,7 +201,7 @@ def test_keys_have_to_fit(here: Node, tmp_path: Path) -> None:
         opened(url)
     with pytest.raises(KeyNeeded, match="none of these keys"):
         opened(url, other)
-    opened(plain).objects.close()
+    opened(plain).close()
     with pytest.raises(KeyNeeded, match="isn't encrypted"):
         opened(plain, mine)
 

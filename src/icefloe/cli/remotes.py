@@ -46,7 +46,7 @@ def find_source(
                 remote.resolve(reference)
             return remote
         except NotInRemote:
-            remote.objects.close()
+            remote.close()
     raise NotInRemote(str(reference), known[-1])
 
 

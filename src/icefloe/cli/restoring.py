@@ -102,7 +102,15 @@ def restore(
                 there = remote.image(remote.resolve(reference))
                 options = replace(options, lineage=options.lineage or there.id.hex())
                 came = restore_from_remote(
-                    config.store, remote, there, named, options, guard, started, Nvidia
+                    config.store,
+                    remote,
+                    there,
+                    named,
+                    options,
+                    guard,
+                    started,
+                    Nvidia,
+                    config.fetch_first_bytes,
                 )
                 result = came.restore
         else:
