@@ -32,7 +32,7 @@ from icefloe.transfer.remote import Remote
 
 # What is asked for at once, and what is looked through for neighbours in a pack.
 _RANGE_BYTES = 8 << 20
-_RANGE_RAW_BYTES = 32 << 20
+_RANGE_RAW_BYTES = 8 << 20
 _WINDOW_BYTES = 64 << 20
 
 # Others may collect what was here between the last look and the commit: then it is fetched.

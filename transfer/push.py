@@ -35,7 +35,7 @@ from icefloe.transfer.remote import MANIFESTS, Remote, index_key, pack_key
 PACK_BYTES = TARGET_BYTES
 
 # Packs that are put together or sent at a time; each is whole in memory.
-_AT_ONCE = 4
+_AT_ONCE = 3
 
 # With less than this to send, it isn't worth looking what others have pushed meanwhile.
 _WORTH_LISTING = TARGET_BYTES
