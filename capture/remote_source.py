@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import islice
 
 from icefloe.capture.blocks import BATCH, Batch, StoreBlocks, StoreSource
@@ -30,8 +31,9 @@ _RANGE_RAW_BYTES = 8 << 20
 _FIRST_BYTES = 1 << 20
 _WINDOW_BYTES = 32 << 20
 
-# Faults that wait for the network at a time.
+# Faults that wait for the network at a time, and requests for the rest beside them.
 _SERVERS = 4
+_BESIDE_FAULTS = 1
 
 # Raw bytes of blocks that are kept at hand: small files share blocks, and are read one by one.
 _RECENT_BYTES = 64 << 20
@@ -61,8 +63,8 @@ class RemoteSource:
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._recent_bytes = 0
         self._looking = threading.Lock()
+        self._waiting = 0
         self.pool = ThreadPoolExecutor(fetcher.remote.requests, "remote")
-        self.most = max(1, fetcher.remote.requests // 2)
         self._prepare(manifest)
 
     def _prepare(self, manifest: Manifest) -> None:
@@ -82,6 +84,22 @@ class RemoteSource:
     def open(self) -> "RemoteBlocks":
         """See BlockSource."""
         return RemoteBlocks(self, self._local.open())
+
+    @property
+    def ahead(self) -> int:
+        """How many requests may be under way for what nobody waits for at this moment."""
+        return _BESIDE_FAULTS if self._waiting else max(1, self.fetcher.remote.requests // 2)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Somebody waits: what is read ahead has to share the link with that."""
+        with self._looking:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._looking:
+                self._waiting -= 1
 
     def is_here(self, number: int) -> bool:
         """Whether the store has a block."""
@@ -159,7 +177,7 @@ class RemoteBlocks:
         more = True
         try:
             while more or todo or pending:
-                while more and not todo and len(pending) < source.most:
+                while more and not todo and len(pending) < source.ahead:
                     window = next(windows, None)
                     more = window is not None
                     here = [number for number in window or () if source.is_here(number)]
@@ -168,8 +186,10 @@ class RemoteBlocks:
                     yield from self._local.fetch(here)
                 if not more and len(todo) == 1 and not pending:
                     # Nobody shall wait behind what is read ahead.
-                    yield from self._hand_on(*self._get(todo.popleft()))
-                while todo and len(pending) < source.most:
+                    with source.waiting():
+                        found = self._get(todo.popleft())
+                    yield from self._hand_on(*found)
+                while todo and len(pending) < source.ahead:
                     pending.add(source.pool.submit(self._get, todo.popleft()))
                 if pending:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
