@@ -1,6 +1,6 @@
 """`python -m icefloe` is the same as the command `icefloe`."""
 
-from icefloe.cli import main
+from icefloe.cli import run
 
 if __name__ == "__main__":
-    main()
+    run()
