@@ -7,7 +7,7 @@ catalog points at bytes that are there.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,9 @@ from icefloe.store.writer import PackWriter, staging_leftovers
 
 # Rewriting a pack costs reading and writing what lives in it: not for a few dead blocks.
 REWRITE_WHEN_DEAD = 0.25
+
+# A pull that failed is tried again, or it was given up.
+_ARRIVAL_SECONDS = 86400.0
 
 # Packs rewritten in one change: bounds the disk space that a collection needs for itself.
 PACKS_AT_ONCE = 16
@@ -106,6 +109,7 @@ def collect(store: LocalStore, options: GcOptions) -> GcResult:
     else:
         store.cut_torn_line()
         freed = _unlink(abandoned)
+        _remove_empty(store.layout.arriving)
         freed += _drop(store, [packs[number] for number in plan.remove])
         goes = frozenset(i for i, t in zip(dead.ids, dead.since, strict=True) if t <= oldest)
         for first in range(0, len(plan.rewrite), PACKS_AT_ONCE):
@@ -122,15 +126,35 @@ def collect(store: LocalStore, options: GcOptions) -> GcResult:
 
 
 def leftovers(store: LocalStore) -> list[Path]:
-    """Packs that no catalog row mentions, traces whose images are gone, and staging files: this
-    process has none of its own."""
+    """Packs that no catalog row mentions, traces whose images are gone, what failed pulls left long
+    ago, and staging files: this process has none of its own."""
     known = {pack.id for pack in store.catalog.packs()}
     orphans = [p for p in store.layout.published() if p not in known]
     lineages = {name.partition(":")[0] for name in store.catalog.names()}
     lineages |= {image.id.hex() for image in store.catalog.images()}
     traces = set(map(store.layout.trace, lineages))
     stale = [path for path in store.layout.recorded() if path not in traces]
+    stale += _stale_arrivals(store.layout.arriving)
     return [*map(store.layout.pack, orphans), *staging_leftovers(store.layout), *stale]
+
+
+def _stale_arrivals(arriving: Path) -> list[Path]:
+    """The files of pulls that nobody goes on with."""
+    stale: list[Path] = []
+    for place in arriving.iterdir() if arriving.is_dir() else ():
+        files = [path for path in place.rglob("*") if path.is_file()]
+        newest = max((path.stat().st_mtime for path in files), default=0.0)
+        if time.time() - newest > _ARRIVAL_SECONDS:
+            stale += files
+    return stale
+
+
+def _remove_empty(folder: Path) -> None:
+    """Folders in it, and in those, that hold nothing."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            with suppress(OSError):  # it isn't empty
+                path.rmdir()
 
 
 def _drop(store: LocalStore, packs: Sequence[PackRow]) -> int:

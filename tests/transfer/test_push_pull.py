@@ -1,6 +1,8 @@
 """Images go to a remote and come back: only what is missing, whole or not at all."""
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,6 +309,24 @@ def test_a_pull_goes_on(here: Node, there: Node, monkeypatch: pytest.MonkeyPatch
         came = there.pull("w:1", remote)
     assert 0 < came.blocks_sent < len(image.manifest.blocks)
     assert there.tree("w:1") == FIRST
+
+
+def test_a_pull_that_nobody_goes_on_with(here: Node, there: Node) -> None:
+    """What it fetched stays for a day."""
+    there.add(SECOND, "x")
+    with opened(memory_url()) as remote:
+        here.push("w:1", remote)
+        image = remote.image(remote.resolve(parse_name("w:1")))
+    arrivals = Arrivals(there.root, image)
+    arrivals.finish()
+    arrivals.close()
+    place = there.root / "arriving" / image.id.hex()
+    for age, stays in ((3600, True), (90_000, False)):
+        for path in place.rglob("*"):
+            os.utime(path, (time.time() - age,) * 2)
+        with open_store(there.root, write=True) as store:
+            collect(store, GcOptions())
+        assert place.exists() == stays
 
 
 def test_two_pull_the_same(here: Node, there: Node) -> None:
