@@ -5,9 +5,10 @@ before the change is committed, and old packs are unlinked only after it: at eve
 catalog points at bytes that are there.
 """
 
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,8 +109,10 @@ def collect(store: LocalStore, options: GcOptions) -> GcResult:
         freed += sum(packs[number].bytes - packs[number].live for number in plan.rewrite)
     else:
         store.cut_torn_line()
+        given_up = _given_up(store.layout.arriving)
         freed = _unlink(abandoned)
-        _remove_empty(store.layout.arriving)
+        for place in given_up:
+            shutil.rmtree(place, ignore_errors=True)
         freed += _drop(store, [packs[number] for number in plan.remove])
         goes = frozenset(i for i, t in zip(dead.ids, dead.since, strict=True) if t <= oldest)
         for first in range(0, len(plan.rewrite), PACKS_AT_ONCE):
@@ -134,27 +137,20 @@ def leftovers(store: LocalStore) -> list[Path]:
     lineages |= {image.id.hex() for image in store.catalog.images()}
     traces = set(map(store.layout.trace, lineages))
     stale = [path for path in store.layout.recorded() if path not in traces]
-    stale += _stale_arrivals(store.layout.arriving)
+    for place in _given_up(store.layout.arriving):
+        stale += (path for path in place.rglob("*") if path.is_file())
     return [*map(store.layout.pack, orphans), *staging_leftovers(store.layout), *stale]
 
 
-def _stale_arrivals(arriving: Path) -> list[Path]:
-    """The files of pulls that nobody goes on with."""
-    stale: list[Path] = []
-    for place in arriving.iterdir() if arriving.is_dir() else ():
-        files = [path for path in place.rglob("*") if path.is_file()]
-        newest = max((path.stat().st_mtime for path in files), default=0.0)
-        if time.time() - newest > _ARRIVAL_SECONDS:
-            stale += files
-    return stale
-
-
-def _remove_empty(folder: Path) -> None:
-    """Folders in it, and in those, that hold nothing."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir():
-            with suppress(OSError):  # it isn't empty
-                path.rmdir()
+def _given_up(arriving: Path) -> list[Path]:
+    """The folders of pulls that nobody goes on with."""
+    oldest = time.time() - _ARRIVAL_SECONDS
+    places = list(arriving.iterdir()) if arriving.is_dir() else []
+    return [
+        place
+        for place in places
+        if all(path.stat().st_mtime < oldest for path in [place, *place.rglob("*")])
+    ]
 
 
 def _drop(store: LocalStore, packs: Sequence[PackRow]) -> int:
