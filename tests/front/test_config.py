@@ -162,3 +162,42 @@ def test_auto_goes_by_the_link(tmp_path: Path, link: str, policy: str) -> None:
     environment = {"ICEFLOE_STORE_LINK": link, "ICEFLOE_STORE_POLICY": "auto"}
     config = load(None, tmp_path, environment | {"ICEFLOE_STORE_WORKERS": "2"})
     assert config.policy == policy and config.link == float(link[:-1]) * 1e9
+
+
+def test_remotes(tmp_path: Path) -> None:
+    text = """
+[remote]
+url = "s3://b/p"
+endpoint = "http://there:9000"
+region = "eu-north-1"
+addressing = "path"
+requests = 4
+patience = "10s"
+encrypt_key_file = "/keys"
+grace = "2d"
+fetch_first = "1m"
+"""
+    config = load(written(tmp_path, text), None, bare(tmp_path))
+    assert (config.remote_url, config.remote_grace_seconds) == ("s3://b/p", 172800)
+    assert (config.remote.requests, config.remote.patience) == (4, 10)
+    assert (config.remote.keys, config.fetch_first_bytes) == (Path("/keys"), 1 << 20)
+    s3 = config.remote.s3
+    assert (s3.endpoint, s3.region, s3.addressing) == ("http://there:9000", "eu-north-1", "path")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("REQUESTS", "0"),
+        ("REQUESTS", "many"),
+        ("REQUESTS", "257"),
+        ("ADDRESSING", "other"),
+        ("PATIENCE", "long"),
+        ("FETCH_FIRST", "-1"),
+        ("FETCH_FIRST", "1t"),
+    ],
+)
+def test_impossible_remotes(tmp_path: Path, key: str, value: str) -> None:
+    environment = {**bare(tmp_path), f"ICEFLOE_REMOTE_{key}": value}
+    with pytest.raises(UsageError):
+        load(None, None, environment)
