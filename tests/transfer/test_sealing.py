@@ -18,7 +18,7 @@ def test_what_is_sealed_opens(tmp_path: Path) -> None:
     for plain in (b"", b"x", bytes(100_000)):
         closed = bytes(sealed.seal(b"block", plain))
         assert len(closed) == len(plain) + OVERHEAD
-        assert plain[:50] == b"" or plain not in closed
+        assert len(plain) < 50 or plain not in closed
         assert bytes(sealed.open(b"block", closed)) == plain
         assert bytes(sealed.seal(b"block", plain)) != closed
 
