@@ -1,7 +1,7 @@
 """Objects in an S3 bucket, by s3fs. Each method is one request (a page, for listings).
 
-What is tried again, and for how long, is decided in one place (transfer/patient.py), so s3fs and
-botocore try once. Conditional writes are `If-Match` and `If-None-Match`.
+What is tried again, and for how long, is decided in one place (transfer/patient.py), so s3fs,
+botocore and aiohttp try once. Conditional writes are `If-Match` and `If-None-Match`.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import aiohttp
 import botocore.exceptions
 import s3fs
+from aiobotocore.httpsession import AIOHTTPSession
 from botocore.exceptions import ClientError
 
 from icefloe.durable import Buffer
@@ -70,6 +71,16 @@ _BROKEN = (
 )
 
 T = TypeVar("T")
+
+
+class _OneTry(AIOHTTPSession):  # type: ignore[misc]  # it ships no types
+    """aiohttp sends a request once more, unasked, when a connection that it kept breaks: a write
+    whose answer got lost would conflict with itself, and nobody would know that there were two."""
+
+    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)
+        session._retry_connection = False
+        return session
 
 
 class S3Objects:
@@ -294,6 +305,7 @@ def _settings(options: S3Options, connections: int) -> dict[str, Any]:
         "connect_timeout": _CONNECT_SECONDS,
         "read_timeout": _SILENT_SECONDS,
         "max_pool_connections": connections,
+        "http_session_cls": _OneTry,
         "retries": {"total_max_attempts": 1},
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
