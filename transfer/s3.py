@@ -6,6 +6,7 @@ botocore and aiohttp try once. Conditional writes are `If-Match` and `If-None-Ma
 
 import asyncio
 import io
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
@@ -33,6 +34,10 @@ from icefloe.transfer.options import S3Options
 # A server that says nothing for so long is asked again.
 _CONNECT_SECONDS = 10
 _SILENT_SECONDS = 20
+
+# A server that has taken nothing of a body for so long is asked again. What the kernel keeps for a
+# slow link must have gone out by then.
+_STUCK_SECONDS = 60
 
 # What is read from a connection at a time.
 _CHUNK = 1 << 20
@@ -156,17 +161,26 @@ class S3Objects:
         condition = {}
         if expect is not None:
             condition = {"IfMatch": expect} if expect != ABSENT else {"IfNoneMatch": "*"}
-        # aiohttp sends a stream piece by piece, and everything else in one go. Of bytes, this is no
-        # copy.
-        body = io.BytesIO(content)
         try:
-            answer = self._run(
-                self._ask("put_object", Key=self._prefix + key, Body=body, **condition), key
-            )
+            answer = self._run(self._put(self._prefix + key, _Body(content), condition), key)
         except NoSuchObject:  # what If-Match says of an object that is gone
             raise Conflict(key) from None
         tag: str = answer["ETag"]
         return tag
+
+    async def _put(self, key: str, body: "_Body", condition: Mapping[str, str]) -> Any:
+        """aiohttp waits for ever for a server that stops to read."""
+        sending = asyncio.ensure_future(
+            self._ask("put_object", Key=key, Body=body, **condition),
+        )
+        try:
+            while not sending.done():
+                await asyncio.wait({sending}, timeout=_STUCK_SECONDS / 4)
+                if not sending.done() and body.is_stuck:
+                    raise Transient(f"the server has taken nothing for {_STUCK_SECONDS} seconds")
+            return await sending
+        finally:
+            sending.cancel()
 
     def page(self, prefix: str, after: str) -> Page:
         """See Objects."""
@@ -263,6 +277,25 @@ class S3Objects:
             raise Refused(_words(error)) from error
         finally:
             self._under_way.discard(future)
+
+
+class _Body(io.BytesIO):
+    """What is sent. aiohttp sends a stream piece by piece, and everything else in one go. Of bytes,
+    this is no copy."""
+
+    def __init__(self, content: Buffer) -> None:
+        super().__init__(content)
+        self._size = len(content)
+        self._moved = 0.0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._moved = time.monotonic()
+        return super().read(size)
+
+    @property
+    def is_stuck(self) -> bool:
+        """A part is sent, and no more of it was for a while."""
+        return 0 < self.tell() < self._size and time.monotonic() - self._moved > _STUCK_SECONDS
 
 
 def _expect_nothing(params: dict[str, Any], **_: Any) -> None:
