@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -115,8 +116,9 @@ class PatientObjects:
                 return self._objects.put(key, content, expect), 0
             except Conflict:
                 # An answer that got lost: what is there may be what was sent before.
-                if tries > 1 and (found := self._objects.read(key)).content == content:
-                    return found.tag, 0
+                with suppress(NoSuchObject):
+                    if tries > 1 and (found := self._objects.read(key)).content == content:
+                        return found.tag, 0
                 raise
 
         return self._again("PUT", key, once, len(content))
@@ -173,7 +175,8 @@ class PatientObjects:
                 if renewed == _RENEWALS:
                     raise RemoteRefused(request, str(error)) from error
                 renewed += 1
-                self._objects.renew()
+                with suppress(Refused, Transient):  # the request itself will tell
+                    self._objects.renew()
             except Transient as error:
                 self.traffic.add(sent=sent, again=tries > 1)
                 now = time.monotonic()

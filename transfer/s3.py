@@ -45,8 +45,9 @@ _CHUNK = 1 << 20
 # Keys that one request deletes at most (S3 API, DeleteObjects).
 _MOST_KEYS = 1000
 
-_MISSING = {"NoSuchKey", "404", "NotFound"}
+_MISSING = {"NoSuchKey", "NoSuchUpload", "404", "NotFound"}
 _OUTSIDE = "InvalidRange"
+_NOT_IMPLEMENTED = 501
 _CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 _BUSY = {
     "SlowDown",
@@ -118,8 +119,9 @@ class S3Objects:
             content = await body.read()
         finally:
             body.close()
-        if len(content) != answer["ContentLength"]:
-            raise Transient(f"{len(content)} of {answer['ContentLength']} bytes came")
+        wanted = answer.get("ContentLength", len(content))  # not said when it comes in chunks
+        if len(content) != wanted:
+            raise Transient(f"{len(content)} of {wanted} bytes came")
         return Object(content, answer["ETag"])
 
     def read_into(self, key: str, start: int, into: memoryview) -> int:
@@ -185,16 +187,23 @@ class S3Objects:
     def page(self, prefix: str, after: str) -> Page:
         """See Objects."""
         start = {"StartAfter": self._prefix + after} if after else {}
-        answer = self._run(
-            self._ask("list_objects_v2", Prefix=self._prefix + prefix, **start), prefix
-        )
-        rows = [
-            ObjectInfo(
-                row["Key"].removeprefix(self._prefix), row["Size"], row["LastModified"].timestamp()
+        while True:
+            answer = self._run(
+                self._ask("list_objects_v2", Prefix=self._prefix + prefix, **start), prefix
             )
-            for row in answer.get("Contents", ())
-        ]
-        return Page(rows, bool(answer.get("IsTruncated")) and bool(rows))
+            rows = [
+                ObjectInfo(
+                    row["Key"].removeprefix(self._prefix),
+                    row["Size"],
+                    row["LastModified"].timestamp(),
+                )
+                for row in answer.get("Contents", ())
+            ]
+            more = bool(answer.get("IsTruncated"))
+            if rows or not more:
+                return Page(rows, more)
+            # A page may be empty, and not the last one.
+            start = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def delete(self, keys: Sequence[str]) -> None:
         """See Objects."""
@@ -242,8 +251,11 @@ class S3Objects:
         """See Objects: the usual files and variables are read again."""
         self._run(self._connect(refresh=True), "")
 
-    async def _connect(self, refresh: bool) -> None:
-        await self._fs.set_session(refresh=refresh)
+    async def _connect(self, refresh: bool) -> Any:
+        try:
+            return await self._fs.set_session(refresh=refresh)
+        except ValueError as error:  # the endpoint is no URL
+            raise Refused(_words(error)) from error
 
     def give_up(self) -> None:
         """See Objects."""
@@ -251,7 +263,7 @@ class S3Objects:
             future.cancel()
 
     async def _ask(self, operation: str, **arguments: Any) -> Any:
-        client = await self._fs.set_session()
+        client = await self._connect(refresh=False)
         if client is not self._client:
             self._client = client
             client.meta.events.register_last("before-call.s3", _expect_nothing)
@@ -320,9 +332,9 @@ def _code(error: ClientError) -> str:
 
 def _meaning(code: str, message: str, status: int) -> Exception:
     words = f"{code or status}: {message}" if message else str(code or status)
-    if code in _CONFLICTS or status in (409, 412):
+    if code in _CONFLICTS or status == 412:
         return Conflict(words)
-    if code in _BUSY or status in (408, 429) or status >= 500:
+    if code in _BUSY or status in (408, 409, 429) or (status >= 500 and status != _NOT_IMPLEMENTED):
         return Transient(words)
     return Refused(words)
 

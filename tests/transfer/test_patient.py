@@ -134,6 +134,18 @@ def test_credentials_are_looked_for_anew() -> None:
     assert scripted.renewed == 1
 
 
+@pytest.mark.parametrize("error", [Refused("no such profile"), BUSY])
+def test_there_are_no_credentials_to_be_found(error: Exception) -> None:
+    """People are told what was refused, then as before."""
+
+    class Lost(Scripted):
+        def renew(self) -> None:
+            raise error
+
+    with pytest.raises(RemoteRefused, match="GET .* was refused .no credentials"):
+        PatientObjects(Lost(Refused("no credentials")), 5).read("x")
+
+
 def test_refused_for_good() -> None:
     scripted = Scripted(Refused("403: AccessDenied"))
     with pytest.raises(RemoteRefused, match="PUT s3://bucket/there/x was refused .403") as caught:
@@ -148,6 +160,9 @@ def test_an_answer_that_got_lost() -> None:
     scripted = Scripted(Transient("reset"), Conflict("x"), Object(b"another's", "7"))
     with pytest.raises(Conflict):
         PatientObjects(scripted, 5).put("names/x", b"mine", ABSENT)
+    scripted = Scripted(Transient("reset"), Conflict("x"), NoSuchObject("x"))
+    with pytest.raises(Conflict):  # and by now it is gone
+        PatientObjects(scripted, 5).put("names/x", b"mine", "6")
     scripted = Scripted(Conflict("x"), Object(b"mine", "7"))
     with pytest.raises(Conflict):
         PatientObjects(scripted, 5).put("names/x", b"mine", ABSENT)
