@@ -104,6 +104,9 @@ def pushing(remote: Remote) -> Iterator[Lease]:
     lease = Lease(remote, "push")
     try:
         yield lease
+    except BaseException:
+        remote.objects.stop()  # nobody waits for the lease as well
+        raise
     finally:
         with suppress(IcefloeError):  # it runs out by itself
             lease.release()
@@ -117,6 +120,9 @@ def pulling(remote: Remote) -> Iterator[None]:
         lease = Lease(remote, "pull")
     try:
         yield
+    except BaseException:
+        remote.objects.stop()
+        raise
     finally:
         if lease is not None:
             with suppress(IcefloeError):
@@ -179,6 +185,9 @@ def collecting(remote: Remote, wait_seconds: float = 0.0) -> Iterator[Collector]
     collector = _acquire(remote, wait_seconds)
     try:
         yield collector
+    except BaseException:
+        remote.objects.stop()
+        raise
     finally:
         with suppress(IcefloeError):  # it runs out by itself
             collector.release()

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -33,6 +33,9 @@ _LONGEST_DELAY = 5.0
 
 # Refused requests are tried again so often, each time with credentials looked for anew.
 _RENEWALS = 2
+
+# What is asked for after `stop` (a lease is released) gets this much time.
+_LAST_SECONDS = 2.0
 
 T = TypeVar("T")
 
@@ -73,7 +76,7 @@ class PatientObjects:
         return self._objects.url
 
     def stop(self) -> None:
-        """Whatever is under way fails at once, and nothing is tried again from here on."""
+        """Whatever is under way fails at once; from here on nothing is tried again, or for long."""
         self._stopped.set()
         self._objects.give_up()
 
@@ -164,7 +167,8 @@ class PatientObjects:
         while True:
             tries += 1
             try:
-                result, received = once()
+                with self._bounded():
+                    result, received = once()
                 self.traffic.add(sent=sent, received=received, again=tries > 1)
                 return result
             except (NoSuchObject, Conflict):
@@ -186,3 +190,17 @@ class PatientObjects:
                     tried = f"{error}; tried {tries} times"
                     raise RemoteUnreachable(request, tried) from error
                 delay = min(2 * delay, _LONGEST_DELAY)
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """When this is stopped, nobody waits for a server that says nothing."""
+        if not self._stopped.is_set():
+            yield
+            return
+        end = threading.Timer(_LAST_SECONDS, self._objects.give_up)
+        end.daemon = True
+        end.start()
+        try:
+            yield
+        finally:
+            end.cancel()

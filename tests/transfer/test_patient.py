@@ -200,6 +200,32 @@ def test_stopping_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
         objects.read("x")
 
 
+def test_what_is_asked_for_after_stopping_gets_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease is released if the server answers; if not, the command ends all the same."""
+    monkeypatch.setattr(patient, "_LAST_SECONDS", 0.1)
+    given_up = threading.Event()
+
+    class Silent(Scripted):
+        def delete(self, keys: Sequence[str]) -> None:
+            assert not given_up.is_set() and given_up.wait(10)
+            raise Transient("given up")
+
+        def give_up(self) -> None:
+            if stopped.is_set():
+                given_up.set()
+
+    stopped = threading.Event()
+    objects = PatientObjects(Silent(FOUND), 1000)
+    objects.stop()
+    stopped.set()
+    assert objects.read("x") == FOUND
+    with pytest.raises(RemoteUnreachable, match="DELETE .*tried 1 times"):
+        objects.delete(["leases/x"])
+    given_up.clear()
+    time.sleep(0.15)
+    assert not given_up.is_set()
+
+
 def each(objects: PatientObjects) -> list[Callable[[], object]]:
     """The methods that return nothing worth looking at."""
     return [
