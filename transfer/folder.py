@@ -101,19 +101,21 @@ class FolderObjects:
     def page(self, prefix: str, after: str) -> Page:
         """See Objects."""
         rows = []
-        for path in self._files(prefix):
-            key = str(path.relative_to(self._root))
-            if key > after and not path.name.startswith("."):
-                with suppress(NoSuchObject):  # removed meanwhile
-                    rows.append(self.info(key))
+        with _errors(prefix):
+            for path in self._files(prefix):
+                key = str(path.relative_to(self._root))
+                if key > after and not path.name.startswith("."):
+                    with suppress(NoSuchObject):  # removed meanwhile
+                        rows.append(self.info(key))
         return Page(rows, False)
 
     def _files(self, prefix: str) -> Iterator[Path]:
-        """In order of keys."""
+        """In order of keys. What can't be listed is an error: a collector that doesn't see an image
+        would remove its packs."""
         top = self._root / prefix.rpartition("/")[0]
         found = [
             str(Path(folder, name).relative_to(self._root))
-            for folder, _, names in os.walk(top)
+            for folder, _, names in os.walk(top, onerror=_unless_gone)
             for name in names
         ]
         yield from (self._root / key for key in sorted(found) if key.startswith(prefix))
@@ -126,11 +128,12 @@ class FolderObjects:
     def unfinished(self) -> Sequence[Unfinished]:
         """See Objects."""
         found = []
-        for path in self._files(""):
-            if path.name.startswith(".") and path.name.endswith(_STAGED):
-                with suppress(FileNotFoundError):
-                    key = str(path.relative_to(self._root))
-                    found.append(Unfinished(key, key, path.stat().st_mtime))
+        with _errors(""):
+            for path in self._files(""):
+                if path.name.startswith(".") and path.name.endswith(_STAGED):
+                    with suppress(FileNotFoundError):
+                        key = str(path.relative_to(self._root))
+                        found.append(Unfinished(key, key, path.stat().st_mtime))
         return found
 
     def abandon(self, upload: Unfinished) -> None:
@@ -142,6 +145,11 @@ class FolderObjects:
 
     def give_up(self) -> None:
         """See Objects: nothing waits for long."""
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 @contextmanager

@@ -6,7 +6,7 @@ one counts; two collectors are kept apart only if they don't start in the same m
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -87,12 +87,31 @@ class FsspecObjects:
             with _errors(prefix):
                 self._fs.invalidate_cache()
                 top = self._path(prefix.rpartition("/")[0]).rstrip("/")
-                found = self._fs.find(top, detail=True)
+                found = list(self._find(top))
         except NoSuchObject:
             return Page((), False)
-        rows = map(self._info, found.values())
+        rows = map(self._info, found)
         wanted = [row for row in rows if row.key.startswith(prefix) and row.key > after]
         return Page(sorted(wanted, key=lambda row: row.key), False)
+
+    def _find(self, top: str) -> Iterable[dict[str, Any]]:
+        """All files. What can't be listed is an error, which fsspec's own way of walking isn't: a
+        collector that doesn't see an image would remove its packs."""
+        if type(self._fs).find is not fsspec.AbstractFileSystem.find:
+            found: dict[str, dict[str, Any]] = self._fs.find(top, detail=True)
+            return found.values()
+        return self._walk(top)
+
+    def _walk(self, top: str) -> Iterator[dict[str, Any]]:
+        try:
+            entries = self._fs.ls(top, detail=True)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            if entry["type"] != "directory":
+                yield entry
+            elif entry["name"].rstrip("/") != top:
+                yield from self._walk(entry["name"].rstrip("/"))
 
     def delete(self, keys: Sequence[str]) -> None:
         """See Objects."""

@@ -1,5 +1,6 @@
 """One suite for every object store; beside each, somebody else reads and writes the same."""
 
+import errno
 import io
 import os
 import threading
@@ -15,7 +16,15 @@ from s3_server import READER_KEY, READER_SECRET, S3Server
 
 from icefloe.transfer.folder import FolderObjects
 from icefloe.transfer.fsspec_objects import FsspecObjects
-from icefloe.transfer.objects import ABSENT, Conflict, NoSuchObject, ObjectInfo, Objects, Refused
+from icefloe.transfer.objects import (
+    ABSENT,
+    Conflict,
+    NoSuchObject,
+    ObjectInfo,
+    Objects,
+    Refused,
+    Transient,
+)
 from icefloe.transfer.options import S3Options
 from icefloe.transfer.s3 import S3Objects
 
@@ -263,6 +272,29 @@ def test_uploads_to_a_folder_that_nobody_finished(tmp_path: Path) -> None:
     assert [row.key for row in objects.page("", "").rows] == ["packs/aa/x"]
     objects.abandon(found)
     assert not left.exists() and not objects.unfinished()
+
+
+@pytest.mark.parametrize("kind", [FolderObjects, FsspecObjects])
+def test_folders_that_cannot_be_listed(
+    kind: type[FolderObjects] | type[FsspecObjects], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector that took them for empty would remove what it must keep."""
+    objects = kind(f"{'file' if kind is FolderObjects else 'local'}://{tmp_path}")
+    objects.put("packs/aa/x", b"1")
+    objects.put("manifests/x", b"1")
+    whole = os.scandir
+
+    def failing(path: str) -> object:
+        if str(path).endswith("manifests"):
+            raise OSError(errno.ESTALE, "stale", str(path))
+        return whole(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    for prefix in ("", "manifests/"):
+        with pytest.raises((Refused, Transient), match="stale"):
+            objects.page(prefix, "")
+    assert [row.key for row in objects.page("packs/", "").rows] == ["packs/aa/x"]
+    assert not objects.page("nothing/", "").rows
 
 
 def test_refusals(aws: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
