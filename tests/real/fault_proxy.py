@@ -1,7 +1,7 @@
 """A proxy in front of an S3 server that counts requests and does what networks and servers do.
 
-Faults are rules: for requests of some method and key, the first `times` of them. Requests are
-signed with the name of the host, so it is handed on as it came.
+Faults are rules: for requests of some method and key, the first `times` of them, or of each
+`every` one. Requests are signed with the name of the host, so it is handed on as it came.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ Fault = Literal[
     "reset-half",  # half of the body, and a reset
     "stall",  # no answer, and no end
     "stall-half",  # half of the body, and no end
+    "stall-request",  # half of what the client sends is read, and no more
     "flip",  # one wrong byte
 ]
 
@@ -41,11 +42,23 @@ class _Broken(Exception):
 
 @dataclass
 class Rule:
-    """What happens to requests whose line matches; `times` runs down."""
+    """What happens to requests whose line matches; `times` runs down, `seen` counts them."""
 
     fault: Fault
     pattern: re.Pattern[str]
     times: int
+    every: int
+    seen: int = 0
+
+    def hits(self, request: str) -> bool:
+        """Whether this request fails."""
+        if not self.times or not self.pattern.search(request):
+            return False
+        self.seen += 1
+        if self.seen % self.every:
+            return False
+        self.times -= 1
+        return True
 
 
 @dataclass
@@ -71,10 +84,10 @@ class FaultProxy:
         """What clients are told."""
         return f"http://127.0.0.1:{self._port}"
 
-    def fail(self, fault: Fault, pattern: str, times: int = 1) -> None:
-        """The next requests whose `METHOD PATH` this matches (re.search)."""
+    def fail(self, fault: Fault, pattern: str, times: int = 1, every: int = 1) -> None:
+        """The next requests whose `METHOD PATH` this matches (re.search), or each `every` one."""
         with self._lock:
-            self._rules.append(Rule(fault, re.compile(pattern), times))
+            self._rules.append(Rule(fault, re.compile(pattern), times, every))
 
     def heal(self) -> None:
         """No faults any more."""
@@ -144,6 +157,10 @@ class FaultProxy:
         if fault == "cut-request":
             read(length // 2)
             raise self._broken(connection)
+        if fault == "stall-request":
+            read(length // 2)
+            self._ended.wait(60)
+            raise self._broken(connection)
         body = read(length)
         with self._lock:
             self.sent_bytes += length
@@ -169,8 +186,7 @@ class FaultProxy:
         with self._lock:
             self.requests.append(request)
             for rule in self._rules:
-                if rule.times and rule.pattern.search(request):
-                    rule.times -= 1
+                if rule.hits(request):
                     return rule.fault
         return None
 

@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
 import pytest
+from fault_proxy import Fault, FaultProxy
 from s3_server import READER_KEY, READER_SECRET, S3Server
 
+from icefloe.transfer import s3
 from icefloe.transfer.folder import FolderObjects
 from icefloe.transfer.fsspec_objects import FsspecObjects
 from icefloe.transfer.objects import (
@@ -26,6 +29,7 @@ from icefloe.transfer.objects import (
     Transient,
 )
 from icefloe.transfer.options import S3Options
+from icefloe.transfer.patient import PatientObjects
 from icefloe.transfer.s3 import S3Objects
 
 NAMES = ["format", "names/worker/a.b-c_d:step-1200", "packs/00/" + "0f" * 32]
@@ -295,6 +299,70 @@ def test_folders_that_cannot_be_listed(
             objects.page(prefix, "")
     assert [row.key for row in objects.page("packs/", "").rows] == ["packs/aa/x"]
     assert not objects.page("nothing/", "").rows
+
+
+@pytest.fixture(scope="module")
+def bucket(s3: S3Server) -> str:
+    """One for several tests: a new one takes a second."""
+    return s3.bucket()
+
+
+@pytest.fixture
+def objects(bucket: str, proxy: FaultProxy) -> S3Objects:
+    """A place of its own behind the proxy."""
+    return S3Objects(f"s3://{bucket}/{os.urandom(4).hex()}", S3Options())
+
+
+@pytest.mark.parametrize("fault", ["busy", "expired", "reset", "lost", "cut-request", "stall"])
+def test_one_call_is_one_request(
+    fault: Fault, objects: S3Objects, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody below tries again, not even over a connection that was kept; only we know how."""
+    objects.put("packs/x", b"x" * 100_000)  # the first of a bucket takes its time
+    if fault.startswith("stall"):
+        monkeypatch.setattr(s3, "_SILENT_SECONDS", 0.3)
+        objects = S3Objects(objects.url, S3Options())
+        objects.info("packs/x")
+    asks: list[Callable[[], object]] = [
+        lambda: objects.put("names/x", b"mine", ABSENT),
+        lambda: objects.read("packs/x"),
+        lambda: objects.info("packs/x"),
+        lambda: objects.page("", ""),
+        lambda: objects.delete(["names/x"]),
+    ]
+    for ask in asks:
+        proxy.fail(fault, "", times=10)
+        before = proxy.count()
+        with suppress(Transient, Refused):
+            ask()
+        assert proxy.count() == before + 1
+        proxy.heal()
+        with suppress(Transient):  # a connection that was kept is of no use
+            objects.info("packs/x")
+        objects.info("packs/x")
+
+
+def test_a_write_does_not_conflict_with_itself(objects: S3Objects, proxy: FaultProxy) -> None:
+    patient, tag = PatientObjects(objects, 10), ABSENT
+    faults: list[Fault] = ["reset", "lost", "cut-request", "lost"]
+    for i, fault in enumerate(faults):
+        proxy.fail(fault, "PUT .*names/x")
+        tag = patient.put("names/x", b"%d" % i, tag)
+        assert patient.read("names/x").tag == tag
+
+
+def test_a_server_that_stops_reading(
+    objects: S3Objects, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel can't take any more waits for somebody who never comes."""
+    monkeypatch.setattr(s3, "_STUCK_SECONDS", 0.4)
+    proxy.fail("stall-request", "PUT")
+    started = time.monotonic()
+    with pytest.raises(Transient, match="has taken nothing for"):
+        objects.put("packs/x", bytes(32 << 20))
+    assert time.monotonic() - started < 5
+    objects.put("packs/x", bytes(32 << 20))
+    assert proxy.count() == 2
 
 
 def test_refusals(aws: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
