@@ -108,8 +108,8 @@ class Remote:
         return f"{self.url.rstrip('/')}/{key}"
 
     def workers(self) -> ThreadPoolExecutor:
-        """Threads that wait for requests."""
-        return ThreadPoolExecutor(self.requests, "remote")
+        """Threads that wait for requests. Left by an exception, they don't wait any more."""
+        return _Workers(self.objects, self.requests)
 
     # Names
 
@@ -257,6 +257,22 @@ class Remote:
                 "add that key to the file that --encrypt-key-file names",
             )
         return CorruptObject(self.where(key), str(error))
+
+
+class _Workers(ThreadPoolExecutor):
+    def __init__(self, objects: PatientObjects, requests: int) -> None:
+        super().__init__(requests, "remote")
+        self._objects = objects
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._objects.stop()
+        self.shutdown(cancel_futures=kind is not None)
 
 
 def pack_of(key: str) -> PackId | None:
