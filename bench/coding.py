@@ -23,14 +23,15 @@ import numpy as np
 import zstandard
 from common import Bar, BenchError, arguments, bars_table, main_guard, table, write_json
 
+from icefloe.durable import Buffer
 from icefloe.store.codecs import Codec, Decoder, Encoder
 from icefloe.store.policies import POLICIES, PolicyName
 
 BLOCK = 256 << 10
 ROUNDS = 7
 
-Coded = Sequence[tuple[int, bytes]]
-Decoded = Sequence[bytes | bytearray | memoryview]
+Coded = Sequence[tuple[int, Buffer]]
+Decoded = Sequence[Buffer]
 Maker = Callable[[list[bytes]], tuple[Callable[[], Coded], Callable[[Coded], Decoded]]]
 
 
@@ -80,7 +81,7 @@ def by_policy(
 
     def encode() -> Coded:
         coded = [encoder.encode(memoryview(block)) for block in blocks]
-        return [(each.codec, bytes(each.payload)) for each in coded]
+        return [(each.codec, each.payload) for each in coded]
 
     def decode(coded: Coded) -> Decoded:
         codecs, payloads = zip(*coded, strict=True)

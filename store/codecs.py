@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import lz4.block
+import numpy as np
 import zstandard
 
 from icefloe.durable import Buffer
@@ -83,6 +84,7 @@ class Encoder:
         self._zstd = self._policy.compressor()
         self._quick_zstd = zstandard.ZstdCompressor(level=1)
         self._entropy_coder = zstandard.ZstdCompressor(compression_params=_ENTROPY_ONLY)
+        self._room = np.zeros(0, np.uint8)
 
     def encode(self, raw: memoryview) -> Encoded:
         """Codes one block (1 byte to 256 MiB)."""
@@ -116,13 +118,34 @@ class Encoder:
         left, codec, pays = min(found)
         return (codec, pays) if left < worth else (Codec.RAW, ())
 
-    def _encode_planes(self, raw: memoryview, width: planes.Width, pays: Sequence[bool]) -> bytes:
-        stored: list[Buffer] = []
-        for plane, worth in zip(planes.split(raw, width), pays, strict=True):
-            coded = self._entropy_coder.compress(plane.data) if worth else plane.data
-            stored.append(coded if len(coded) < len(plane) else plane.data)
-        tail = raw[len(raw) - len(raw) % width :]
-        return b"".join([_TABLES[width].pack(*map(len, stored)), *stored, tail])
+    def _encode_planes(
+        self, raw: memoryview, width: planes.Width, pays: Sequence[bool]
+    ) -> memoryview:
+        """Planes that are not coded go right to their place: the processor's cache has no room
+        for more than one copy."""
+        size = len(raw) // width
+        frames = {rank: self._encode_plane(raw, width, rank) for rank in range(width) if pays[rank]}
+        coded = {rank: frame for rank, frame in frames.items() if len(frame) < size}
+        stored = [len(coded[rank]) if rank in coded else size for rank in range(width)]
+        table, tail = _TABLES[width].pack(*stored), raw[width * size :]
+        payload = np.empty(len(table) + sum(stored) + len(tail), np.uint8)
+        bounds = [*accumulate(stored, initial=len(table))]
+        for rank, (start, end) in enumerate(pairwise(bounds)):
+            if rank in coded:
+                payload[start:end].data[:] = coded[rank]
+            else:
+                planes.take(raw, width, rank, payload[start:end])
+        content = payload.data
+        content[: len(table)], content[bounds[-1] :] = table, tail
+        return content
+
+    def _encode_plane(self, raw: memoryview, width: planes.Width, rank: int) -> bytes:
+        size = len(raw) // width
+        if size > len(self._room):
+            self._room = np.zeros(size, np.uint8)
+        plane = self._room[:size]
+        planes.take(raw, width, rank, plane)
+        return self._entropy_coder.compress(plane.data)
 
 
 def _sample(raw: memoryview) -> Buffer:

@@ -20,16 +20,26 @@ MAX_SAMPLE = 4096
 _COUNTS = np.arange(MAX_SAMPLE + 1, dtype=np.float64)
 _COUNT_LOG = _COUNTS * np.log2(np.maximum(_COUNTS, 1))
 
+# What makes bytes of different rank different numbers.
+_RANKS = np.arange(MAX_SAMPLE) % 4 * 256
 
-def split(raw: Buffer, width: Width) -> list[NDArray[np.uint8]]:
-    """The planes of the numbers in `raw`, lowest first. What is left at the end is in none."""
-    numbers = np.frombuffer(raw, f"<u{width}", len(raw) // width)
-    shifted = (numbers >> 8 * rank for rank in range(1, width))
-    return [numbers.astype(np.uint8), *(each.astype(np.uint8) for each in shifted)]
+
+def take(raw: Buffer, width: Width, rank: int, into: NDArray[np.uint8]) -> None:
+    """One plane of the numbers in `raw`; rank 0 is the lowest. What is left at the end is in none.
+
+    `into` has a byte for each whole number. Read from byte `rank` on, the plane's are the lowest
+    bytes of numbers: one cast of what is nowhere aligned, which is five times as fast as copying
+    every second byte.
+    """
+    count = min(len(into), (len(raw) - rank) // width)
+    if count > 0:
+        into[:count] = np.frombuffer(raw, f"<u{width}", count, rank)
+    if 0 <= count < len(into):  # the last number has nothing behind it
+        into[-1] = raw[(len(into) - 1) * width + rank]
 
 
 def merge(planes: Sequence[Buffer], tail: Buffer, into: memoryview) -> None:
-    """Puts together what `split` took apart, and the bytes that were left, as long as `into`."""
+    """Puts together what `take` took apart, and the bytes that were left, as long as `into`."""
     width = len(planes)
     end = len(into) - len(tail)
     numbers = np.frombuffer(into[:end], f"<u{width}")
@@ -48,12 +58,11 @@ def costs(sample: Buffer) -> tuple[list[float], list[float]]:
     By the entropy of the plane in a sample of up to MAX_SAMPLE bytes (Shannon 1948), which is what
     Huffman coding comes close to. Small samples make it look smaller: by 0.02 for 1024 bytes.
     """
-    bytes_by_rank = np.frombuffer(sample, np.uint8, len(sample) // 4 * 4).reshape(-1, 4)
-    counts = np.empty((6, 256), np.int64)
-    for rank in range(4):
-        counts[2 + rank] = np.bincount(bytes_by_rank[:, rank], minlength=256)
-    np.add(counts[2:4], counts[4:], out=counts[:2])
-    totals = np.array([2, 2, 1, 1, 1, 1]) * len(bytes_by_rank)
-    shares = (np.log2(totals) - _COUNT_LOG[counts].sum(axis=1) / totals) / 8
+    size = len(sample) // 4
+    ranked = np.frombuffer(sample, np.uint8, 4 * size) + _RANKS[: 4 * size]
+    four = np.bincount(ranked, minlength=4 * 256).reshape(4, 256)
+    counts = np.concatenate([four[:2] + four[2:], four])
+    totals = np.array([2, 2, 1, 1, 1, 1]) * size
+    shares = (np.log2(totals) - _COUNT_LOG.take(counts).sum(axis=1) / totals) / 8
     found: list[float] = shares.tolist()
     return found[:2], found[2:]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from icefloe.durable import Buffer
 from icefloe.store import planes
 from icefloe.store.planes import MAX_SAMPLE, Width
 
@@ -56,13 +57,25 @@ def merged(parts: Sequence[bytes], tail: bytes, before: int = 0) -> bytes:
     return bytes(room[before : before + length])
 
 
+def taken(raw: Buffer, width: Width) -> list[bytes]:
+    """All planes, each taken into the middle of something else."""
+    size = len(raw) // width
+    found = []
+    for rank in range(width):
+        room = np.full(size + 5, 0xA5, np.uint8)
+        planes.take(raw, width, rank, room[2 : 2 + size])
+        assert {*room[:2].tolist(), *room[2 + size :].tolist()} == {0xA5}
+        found.append(room[2 : 2 + size].tobytes())
+    return found
+
+
 @given(anything, widths)
 @settings(max_examples=200, deadline=None)
-def test_split(raw: bytes, width: Width) -> None:
+def test_take(raw: bytes, width: Width) -> None:
     """The planes are those of the model, in its order, from any kind of buffer."""
     wanted, _ = model(raw, width)
     for buffer in (raw, bytearray(raw), memoryview(b"x" + raw)[1:]):
-        assert [plane.tobytes() for plane in planes.split(buffer, width)] == wanted
+        assert taken(buffer, width) == wanted
 
 
 @given(anything, widths, st.integers(0, 9))
@@ -74,10 +87,10 @@ def test_merge(raw: bytes, width: Width, before: int) -> None:
 
 @given(st.lists(st.binary(min_size=33, max_size=33), min_size=4, max_size=4), widths)
 @settings(max_examples=100, deadline=None)
-def test_merge_then_split(parts: list[bytes], width: Width) -> None:
+def test_merge_then_take(parts: list[bytes], width: Width) -> None:
     """The other way round: planes of any bytes are the planes of what they make."""
     raw = merged(parts[:width], b"")
-    assert [plane.tobytes() for plane in planes.split(raw, width)] == parts[:width]
+    assert taken(raw, width) == parts[:width]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -85,7 +98,7 @@ def test_every_length(width: Width) -> None:
     """Every tail there is, behind no number at all, one, and several."""
     for length in range(5 * width):
         raw = bytes(range(1, length + 1))
-        parts = [plane.tobytes() for plane in planes.split(raw, width)]
+        parts = taken(raw, width)
         assert len(parts) == width and {len(part) for part in parts} == {length // width}
         assert merged(parts, raw[length // width * width :]) == raw
 
@@ -94,7 +107,7 @@ def test_every_number_of_two_bytes() -> None:
     """No carry and no sign gets lost; in numbers of four bytes they meet each other."""
     raw = np.arange(1 << 16, dtype="<u2").tobytes()
     for width in WIDTHS:
-        assert merged([plane.tobytes() for plane in planes.split(raw, width)], b"") == raw
+        assert merged(taken(raw, width), b"") == raw
 
 
 # --- costs --------------------------------------------------------------------------------------
