@@ -70,12 +70,13 @@ class Beside:
 
         `shifts`: how much further the parent has what stands around it.
         """
-        position, count = views[0].start, sum(len(view.raw) for view in views) // PAGE
+        position = views[0].start
+        count = (views[-1].end - position) // PAGE
         found = Pages(np.full(count, NOWHERE, np.int64), np.zeros(count, np.int64))
         self._skipped += self.lost
         if self.lost and self._skipped % _TRIED and not shifts:
             return found, np.zeros(count, np.bool_)
-        stretch = memoryview(b"".join(view.raw for view in views))
+        stretch = views[0].onward[: views[-1].end - position]
         zero = _zero_pages(stretch)
         content = count - int(zero.sum())
         best = 0
@@ -136,10 +137,14 @@ def _zero_pages(stretch: memoryview) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A block of a window: its bytes, and where they start in the file."""
+    """A block of a window: its bytes, and where they start in the file.
+
+    `onward` is the window from there on: what follows in the file follows there, too.
+    """
 
     raw: memoryview
     start: int
+    onward: memoryview
 
     @property
     def end(self) -> int:

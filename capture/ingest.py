@@ -306,8 +306,8 @@ class Ingest:
             if piece.zero:
                 zero_lengths[i] = stop - start
             else:
-                base = CARRY_BYTES - window.offset
-                views.append(View(window.buffer.bytes[base + start : base + stop], start))
+                onward = window.buffer.bytes[CARRY_BYTES - window.offset + start :]
+                views.append(View(onward[: stop - start], start, onward))
         hooks = None
         if window.open.grain is PAGES:
             hooks = hooks_of(marks, window.offset)

@@ -489,10 +489,12 @@ def test_threads_share_a_budget() -> None:
 
 def views_of(contents: Sequence[bytes], gaps: Sequence[int]) -> list[View]:
     """Blocks of a window, each so many bytes behind the one before."""
+    window = b"".join(bytes(gap) + content for content, gap in zip(contents, gaps, strict=True))
     views: list[View] = []
     position = 0
     for content, gap in zip(contents, gaps, strict=True):
-        views.append(View(memoryview(content), position + gap))
+        onward = memoryview(window)[position + gap :]
+        views.append(View(onward[: len(content)], position + gap, onward))
         position = views[-1].end
     return views
 
