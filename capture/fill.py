@@ -304,7 +304,9 @@ class Fill:
                     parts.append(part)
                     spaces.append(space)
         pieces = np.concatenate(parts)
-        return pieces[np.argsort(pieces["unit"], kind="stable")], spaces
+        if len(spaces) > 1:  # one alone has them in order
+            pieces = pieces[np.argsort(pieces["unit"], kind="stable")]
+        return pieces, spaces
 
     def _there(self, space: Space, segments: Segments) -> tuple[NDArray[np.uint8], NDArray[Any]]:
         """What says of the segments of a space whether they were put in; where it says so."""
@@ -327,7 +329,7 @@ class Fill:
             lacking = {units[i] for i in self._note(request, filled)}
         self._put_back([*lacking, *units[count + (outcome is Outcome.TROUBLE) :]])
         finished = self._claim([unit for unit in units[:count] if unit not in lacking])
-        lane.filled_bytes += int(self._plan.table(finished).rows["length"].sum())
+        lane.filled_bytes += int(self._plan.lengths[finished].sum())
         self._finished(len(finished))
         if outcome is Outcome.TROUBLE and not self._stopping.is_set():
             self._put_unit(lane, own, units[count])

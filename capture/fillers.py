@@ -44,7 +44,7 @@ from icefloe.store.layout import Layout
 from icefloe.store.reader import Location
 
 # A request has at most this many pieces: requests wait in the buffer of a socket.
-MAX_PIECES = 1000
+MAX_PIECES = 2000
 
 # While one request is being done, another waits.
 _DEPTH = 2

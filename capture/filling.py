@@ -172,11 +172,11 @@ class _Process:
             yield first, len(locations), np.zeros(len(locations) - first, np.uint64)
 
     def _put_small(self, slot: int, runs: "_Runs", first: int, end: int) -> int:
-        """Copies runs of a group, as many as nothing stands in the way of. Raises _CalledOff."""
+        """Fills runs of a group, as many as nothing stands in the way of. Raises _CalledOff."""
         if not runs.small[first]:
             return 0
         with self.lock.held(slot):
-            return uffd.copy_all(self.spaces[int(runs.space[first])], runs.arguments(first, end))
+            return uffd.put_all(self.spaces[int(runs.space[first])], runs.puts[first:end])
 
     def _put(self, slot: int, run: "_Run") -> None:
         """Fills memory, as far as it is not there. Raises _Trouble, _CalledOff."""
@@ -222,19 +222,15 @@ class _Runs:
     length: NDArray[np.uint64]
     source: NDArray[np.uint64]
     small: NDArray[np.bool_] = field(init=False)
-    _arguments: bytes = field(init=False)
+    puts: list[uffd.Put] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.small = (self.source != 0) & (self.length <= _COPY_BYTES)
-        self._arguments = uffd.copy_arguments(self.address, self.source, self.length)
+        self.small = self.length <= _COPY_BYTES
+        self.puts = uffd.puts(self.address, self.source, self.length)
 
     def __getitem__(self, i: int) -> _Run:
         columns = (self.space, self.address, self.length, self.source)
         return _Run(*(int(column[i]) for column in columns))
-
-    def arguments(self, first: int, end: int) -> bytes:
-        """For uffd.copy_all."""
-        return self._arguments[first * uffd.COPY_BYTES : end * uffd.COPY_BYTES]
 
     def groups(self) -> Iterator[tuple[int, int]]:
         """Runs [first, end) for which one lock is enough: small ones in one space, not too many."""

@@ -75,11 +75,13 @@ class Plan:
         self._ends = self._starts + rows["length"]
         self._unit_of = units
         self._numbers = np.argsort(units, kind="stable")
-        self._sorted_units = units[self._numbers]
+        self._first = np.searchsorted(units[self._numbers], np.arange(self.units + 1))
         self.bytes = int(rows["length"].sum())
-        # By unit, the bytes that are to be copied; zeros cost next to nothing.
-        lengths = np.where(zero, 0, rows["length"]).astype(np.float64)
-        self.costs = np.bincount(units, lengths, self.units).astype(np.int64)
+        self.lengths = np.bincount(units, rows["length"], self.units).astype(np.int64)
+        """The bytes of each unit, in all its segments."""
+        # Those that are to be copied; zeros cost next to nothing.
+        self.costs = self.lengths.copy()
+        self.costs[blocks:] = 0
 
     @property
     def units(self) -> int:
@@ -111,10 +113,11 @@ class Plan:
 
     def _segments(self, units: Sequence[int]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """The numbers of the segments of these units, one unit after the other, and how many."""
-        first = np.searchsorted(self._sorted_units, units)
-        counts = np.searchsorted(self._sorted_units, units, side="right") - first
+        at = np.asarray(units, np.intp)
+        first, last = self._first[at], self._first[at + 1]
+        counts = last - first
         ends = np.cumsum(counts)
-        which = np.repeat(first - ends + counts, counts) + np.arange(counts.sum())
+        which = np.repeat(last - ends, counts) + np.arange(counts.sum())
         return self._numbers[which], counts
 
     def row(self, number: int) -> list[Row]:

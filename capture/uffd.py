@@ -8,7 +8,7 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,6 @@ _API_VERSION = 0xAA
 _API_ARGUMENT = struct.Struct("<QQQ")
 _RANGE = struct.Struct("<QQ")
 _COPY_ARGUMENT = struct.Struct("<QQQQq")
-COPY_BYTES = _COPY_ARGUMENT.size
 _ZERO_ARGUMENT = struct.Struct("<QQQq")
 
 # What CRIU asks of the kernel (criu/uffd.c): events for fork, mremap, munmap and madvise.
@@ -36,6 +35,9 @@ PAGEFAULT, FORK, REMAP, REMOVE, UNMAP = 0x12, 0x13, 0x14, 0x15, 0x16
 _MESSAGE = struct.Struct("<B7xQQQ")
 # Messages are read this many at a time.
 _MESSAGES = 64
+
+Put = tuple[int, bytes]
+"""An ioctl that fills memory, and its argument."""
 
 # syscall(2) numbers by machine.
 _SYSCALL = {"x86_64": 323, "aarch64": 282}
@@ -101,26 +103,30 @@ def address_of(raw: Buffer) -> int:
     return int(np.frombuffer(raw, np.uint8).__array_interface__["data"][0])
 
 
-def copy_arguments(
+def puts(
     addresses: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]
-) -> bytes:
-    """What `copy_all` takes, COPY_BYTES for each piece."""
-    table = np.zeros((len(addresses), 5), "<u8")
-    table[:, 0], table[:, 1], table[:, 2] = addresses, sources, lengths
-    return table.tobytes()
+) -> list[Put]:
+    """What `put_all` takes, one for each piece. A source of 0 stands for zeros."""
+    zero = sources == 0
+    table = np.zeros((len(addresses), 5), "<u8")  # that of _ZEROPAGE is shorter
+    table[:, 0] = addresses
+    table[:, 1], table[:, 2] = np.where(zero, lengths, sources), np.where(zero, 0, lengths)
+    content, size = table.tobytes(), _COPY_ARGUMENT.size
+    calls: list[int] = np.where(zero, _ZEROPAGE, _COPY).tolist()
+    return [(call, content[i * size : (i + 1) * size]) for i, call in enumerate(calls)]
 
 
-def copy_all(fd: int, arguments: bytes) -> int:
-    """Copies pieces, one after the other; how many there were before one that fails.
+def put_all(fd: int, pieces: Sequence[Put]) -> int:
+    """Fills pieces, one after the other; how many there were before one that fails.
 
     That one may have been put in part.
     """
-    for start in range(0, len(arguments), COPY_BYTES):
+    for count, (call, argument) in enumerate(pieces):
         try:
-            fcntl.ioctl(fd, _COPY, arguments[start : start + COPY_BYTES])
+            fcntl.ioctl(fd, call, argument)
         except OSError:
-            return start // COPY_BYTES
-    return len(arguments) // COPY_BYTES
+            return count
+    return len(pieces)
 
 
 def zero(fd: int, address: int, length: int) -> tuple[int, int]:

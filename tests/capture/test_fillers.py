@@ -214,7 +214,7 @@ def gated_copy(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Iterator[Gate
 
         return passing
 
-    for name in ("copy", "copy_all"):
+    for name in ("copy", "put_all"):
         monkeypatch.setattr(uffd, name, guarded(getattr(uffd, name)))
     try:
         yield gate
@@ -1595,7 +1595,7 @@ def test_runs(table: tuple[NDArray[np.void], NDArray[np.uint64]]) -> None:
         expected.append([i, space, address, length, source])
     runs = filling._runs(pieces, starts)
     assert [[int(runs.first[i]), *runs[i]] for i in range(len(runs.first))] == expected
-    small = [source != 0 and size <= filling._COPY_BYTES for *_, size, source in expected]
+    small = [size <= filling._COPY_BYTES for *_, size, _ in expected]
     ends = 0
     for first, end in runs.groups():
         assert first == ends < end
@@ -1603,15 +1603,24 @@ def test_runs(table: tuple[NDArray[np.void], NDArray[np.uint64]]) -> None:
         if end - first > 1:
             assert all(small[first:end]) and len({run[1] for run in expected[first:end]}) == 1
             assert sum(run[3] for run in expected[first:end]) <= 2 * filling._COPY_BYTES
-        assert uffd_pieces(runs.arguments(first, end)) == [
+        assert list(map(uffd_piece, runs.puts[first:end])) == [
             (address, source, size) for _, _, address, size, source in expected[first:end]
         ]
     assert ends == len(expected)
 
 
-def uffd_pieces(arguments: bytes) -> list[tuple[int, int, int]]:
-    """Address, source and length of each of the arguments of uffd.copy_all."""
-    return [(a, s, n) for a, s, n, _, _ in struct.iter_unpack("<QQQQq", arguments)]
+def uffd_piece(put: uffd.Put) -> tuple[int, int, int]:
+    """Address, source (0 for zeros) and length of what uffd.put_all takes."""
+    call, argument = put
+    if call == uffd._COPY:
+        address, source, length, mode, done = struct.unpack("<QQQQq", argument)
+        assert source
+    else:
+        assert call == uffd._ZEROPAGE
+        address, length, mode, done = struct.unpack_from("<QQQq", argument)
+        source = 0
+    assert not mode and not done
+    return address, source, length
 
 
 @given(
@@ -1704,14 +1713,15 @@ class Memory:
         assert self._said and length <= filling._ZERO_BYTES
         return self._put(fd, address, bytes(length))
 
-    def copy_all(self, fd: int, arguments: bytes) -> int:
+    def put_all(self, fd: int, pieces: Sequence[uffd.Put]) -> int:
         """See uffd. The second of these meets what was said."""
         said, done, total = self._said, 0, 0
-        for address, source, length in uffd_pieces(arguments):
+        for address, source, length in map(uffd_piece, pieces):
             total += length
             assert said and total <= 2 * filling._COPY_BYTES
             self._said = said if done else "all"
-            if self.copy(fd, address, source, length)[1]:
+            whole = ctypes.string_at(source, length) if source else bytes(length)
+            if self._put(fd, address, whole)[1]:
                 break
             done += 1
         return done
@@ -1736,7 +1746,7 @@ def filled(memory: Memory, shelf: "Shelf", order: filling.Order) -> tuple[int, O
     """What a process says that fills this memory."""
     process = filling._Process(cast(Any, memory), cast(Any, shelf), {0: 30, 1: 31})
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("copy", "copy_all", "zero"):
+        for name in ("copy", "put_all", "zero"):
             patched.setattr(uffd, name, getattr(memory, name))
         return process.fill(order)
 
