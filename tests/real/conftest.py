@@ -11,7 +11,7 @@ from criu_tool import VERSIONS, Criu, program_of, unusable
 from fault_proxy import FaultProxy, fault_proxy
 from processes import adopting_orphans
 from s3_server import S3Server, Unusable, s3_server
-from workloads import REDIS_SERVER, Heap, Redis, Tree, Workload
+from workloads import REDIS_SERVER, Heap, Redis, Workload
 
 unusable_once = cache(unusable)
 
@@ -52,9 +52,9 @@ def criu(request: pytest.FixtureRequest) -> Iterator[Criu]:
         yield Criu(version, program_of(version))
 
 
-@pytest.fixture(params=[Heap, Redis, Tree])
+@pytest.fixture
 def workload(request: pytest.FixtureRequest, criu: Criu, tmp_path: Path) -> Iterator[Workload]:
-    """Each kind of process, running; it is gone when the test is over."""
+    """A kind of process that the test names, running; it is gone when the test is over."""
     kind: type[Workload] = request.param
     if kind is Redis and not REDIS_SERVER.exists():
         pytest.skip(f"{REDIS_SERVER} is missing: run `make criu`")

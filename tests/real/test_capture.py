@@ -28,7 +28,8 @@ from captures import (
     refused,
     stop,
 )
-from criu_tool import VERSIONS, Criu, dump
+from criu_tool import Criu, dump
+from matrix import every_kind, one_criu
 from processes import wait_until
 from restores import (
     DOORS,
@@ -48,11 +49,7 @@ from workloads import REDIS_SERVER, Churn, Heap, Redis, Tree, Workload
 from icefloe.capture.images import PAGE
 from icefloe.chunker import MAX_BLOCK
 
-# What no version of CRIU has a say in is tried with one.
-one_criu = pytest.mark.parametrize("criu", VERSIONS[-1:], indirect=True)
-every_workload = pytest.mark.parametrize("workload", [Heap, Redis, Tree, Churn], indirect=True)
-
-ROUNDS = 20
+ROUNDS = 8
 GROWING_MIB = 24
 SMALL_MIB, LARGE_MIB = 60, 240
 # Packs are compressed anew one at a time: one as it was stored and one as it will be.
@@ -61,7 +58,7 @@ LIMIT_MIB, LIMITED_MIB = 250, 150
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-@every_workload
+@every_kind(Churn)
 def test_a_process_lives_on(criu: Criu, workload: Workload, tmp_path: Path) -> None:
     """Captured, brought back, and the same again, through files, of which CRIU may cut holes."""
     store = tmp_path / "store"
@@ -76,7 +73,7 @@ def test_a_process_lives_on(criu: Criu, workload: Workload, tmp_path: Path) -> N
         workload.verify(frozen, workload.advance())
 
 
-@every_workload
+@every_kind(Churn)
 def test_a_process_runs_on(criu: Criu, workload: Workload, tmp_path: Path) -> None:
     """By itself, and once more from where it was captured."""
     store = tmp_path / "store"
@@ -93,7 +90,7 @@ def test_a_process_runs_on(criu: Criu, workload: Workload, tmp_path: Path) -> No
 
 @one_criu
 def test_a_growing_process_costs_what_changes(criu: Criu, tmp_path: Path) -> None:
-    """Twenty times captured and restored: what is new is what was written since, in blocks."""
+    """Again and again captured and restored: what is new is what was written since, in blocks."""
     store = tmp_path / "store"
     logical: list[int] = []
     new: list[int] = []
@@ -187,6 +184,7 @@ def test_memory_is_what_it_was_at_the_capture(criu: Criu, heap: Heap, tmp_path: 
     heap.verify(frozen, heap.advance())
 
 
+@one_criu
 def test_a_stream_has_the_blocks_of_a_dump(criu: Criu, heap: Heap, tmp_path: Path) -> None:
     """The same state: captured, and dumped by CRIU and added."""
     store = tmp_path / "store"
@@ -202,6 +200,7 @@ def test_a_stream_has_the_blocks_of_a_dump(criu: Criu, heap: Heap, tmp_path: Pat
     assert found["only_a_bytes"] < 2 * MAX_BLOCK and found["only_b_bytes"] < 3 * MAX_BLOCK, found
 
 
+@one_criu
 def test_one_of_a_tree_is_stopped(criu: Criu, tmp_path: Path) -> None:
     """It stays stopped, and no other is."""
     store = tmp_path / "store"
@@ -363,6 +362,7 @@ def test_a_busy_store(criu: Criu, tree: Tree, store: Path) -> None:
         assert ended.code == 6 and "is in use by" in ended.said, ended
 
 
+@one_criu
 def test_a_process_that_criu_refuses(criu: Criu, store: Path, tmp_path: Path) -> None:
     """9, and its log is kept. With the argument that CRIU asks for, the same process works."""
     with Locking(tmp_path / "workload") as locking:
@@ -427,6 +427,7 @@ def limited(limit: int) -> Iterator[list[str]]:
         cgroup.rmdir()
 
 
+@one_criu
 def test_facts(criu: Criu, tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image knows where it was captured, and what it must be."""
     monkeypatch.setenv("ICEFLOE_CAPTURE_CRIU", str(criu.program))

@@ -28,6 +28,7 @@ from crashing import fast_folder
 from criu_tool import Criu
 from fake_cuda import FakeCuda
 from hostile import MIB, small_disk
+from matrix import NEWEST, OLDEST, one_criu
 from processes import wait_until
 from restores import environment
 from workloads import Heap, Tree, Workload
@@ -44,7 +45,6 @@ KEPT = {"core-1.img": b"core" * 9, "pages-1.img": small_store.text(90 << 10, 1)}
 NOTHING_STORED = "nothing was stored, the processes run on"
 
 MODES = pytest.mark.parametrize("leave_running", [False, True], ids=["ending", "running on"])
-NEWEST = pytest.mark.parametrize("criu", ["4.2"], indirect=True)
 
 Plan = dict[str, Any]
 
@@ -336,7 +336,7 @@ class Failures:
 # --- icefloe is killed --------------------------------------------------------------------------
 
 
-@NEWEST
+@one_criu
 @MODES
 @pytest.mark.parametrize("part", [0, 1])
 def test_killed_at_each_step(stage: Stage, leave_running: bool, part: int) -> None:
@@ -356,7 +356,7 @@ def test_killed_at_each_step(stage: Stage, leave_running: bool, part: int) -> No
     assert (endings["ended"] > 0) != leave_running, endings
 
 
-@NEWEST
+@one_criu
 @MODES
 def test_killed_with_its_group(stage: Stage, leave_running: bool) -> None:
     """As a terminal or a batch system does it: neither the watcher nor CRIU are in the group."""
@@ -369,10 +369,19 @@ def test_killed_with_its_group(stage: Stage, leave_running: bool) -> None:
     failures.tell()
 
 
-@MODES
-@pytest.mark.parametrize("arguments", [(), ("--no-stream",)], ids=["stream", "files"])
+@pytest.mark.parametrize(
+    ("criu", "leave_running", "arguments"),
+    [
+        (OLDEST, False, []),
+        (OLDEST, True, []),
+        (OLDEST, False, ["--no-stream"]),
+        (NEWEST, False, ["--no-stream"]),
+        (NEWEST, True, ["--no-stream"]),
+    ],
+    indirect=["criu"],
+)
 def test_killed_with_any_criu(stage: Stage, leave_running: bool, arguments: Sequence[str]) -> None:
-    """Where it matters most, with both ways to get at the files."""
+    """Where it matters most, with both ways to get at the files. The newest streams above."""
     failures = Failures(stage)
     steps = ["written take done", "ingest finish done", "dump let_go done"]
     for step in [*steps, "watcher dismiss"]:
@@ -386,7 +395,7 @@ def test_killed_with_any_criu(stage: Stage, leave_running: bool, arguments: Sequ
     failures.tell()
 
 
-@NEWEST
+@one_criu
 def test_restore_what_a_killed_capture_stored(stage: Stage) -> None:
     """The image is whole, whenever the capture was killed after it was committed."""
     for step in ("write done journal", "dump let_go done", "undo kill done"):
@@ -398,7 +407,7 @@ def test_restore_what_a_killed_capture_stored(stage: Stage) -> None:
         stage.restore(ran_on)
 
 
-@NEWEST
+@one_criu
 def test_restore_what_ran_on(stage: Stage) -> None:
     """Killed when the processes ran on already: what is stored is how they were before."""
     done = stage.capture(plan("ingest commit done"), leave_running=True)
@@ -407,7 +416,7 @@ def test_restore_what_ran_on(stage: Stage) -> None:
     stage.restore(ran_on=True)
 
 
-@NEWEST
+@one_criu
 def test_those_that_were_stopped(stage: Stage) -> None:
     """A process that somebody had stopped stays so, and no other does."""
     failures = Failures(stage)
@@ -480,7 +489,7 @@ def interrupted(stage: Stage, done: Captured, leave_running: bool) -> None:
         assert (done.code, done.said.strip()) == (130, f"icefloe: interrupted: {NOTHING_STORED}")
 
 
-@NEWEST
+@one_criu
 @MODES
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(stage: Stage, leave_running: bool, number: signal.Signals) -> None:
@@ -495,7 +504,7 @@ def test_interrupted(stage: Stage, leave_running: bool, number: signal.Signals) 
     failures.tell()
 
 
-@NEWEST
+@one_criu
 @MODES
 def test_interrupted_twice(stage: Stage, leave_running: bool) -> None:
     """Who can't wait presses Ctrl-C again, while all is being undone."""
@@ -519,7 +528,7 @@ def test_interrupted_twice(stage: Stage, leave_running: bool) -> None:
     failures.tell()
 
 
-@NEWEST
+@one_criu
 def test_interrupted_in_the_middle_of_a_checkpoint(stage: Stage) -> None:
     """What the driver has begun it ends, and then it is undone."""
     stage.workload.advance(1)
@@ -536,7 +545,11 @@ def test_interrupted_in_the_middle_of_a_checkpoint(stage: Stage) -> None:
 # --- CRIU is killed -----------------------------------------------------------------------------
 
 
-@MODES
+@pytest.mark.parametrize(
+    ("criu", "leave_running"),
+    [(NEWEST, False), (NEWEST, True), (OLDEST, False)],
+    indirect=["criu"],
+)
 def test_criu_is_killed(stage: Stage, leave_running: bool) -> None:
     """Before it has begun, and while it is held, and when it was let go."""
     failures = Failures(stage)
@@ -555,7 +568,7 @@ def test_criu_is_killed(stage: Stage, leave_running: bool) -> None:
     failures.tell()
 
 
-@NEWEST
+@one_criu
 @MODES
 def test_criu_is_killed_at_work(stage: Stage, leave_running: bool) -> None:
     """Nothing is stored; the processes run on, but for what only CRIU can prevent.
@@ -581,7 +594,7 @@ def test_criu_is_killed_at_work(stage: Stage, leave_running: bool) -> None:
     assert ran_on > trapped
 
 
-@NEWEST
+@one_criu
 def test_criu_is_killed_as_it_lets_go(stage: Stage) -> None:
     """Of several processes, some may be stopped by then, and some not."""
     failures = Failures(stage)
@@ -593,7 +606,7 @@ def test_criu_is_killed_as_it_lets_go(stage: Stage) -> None:
     failures.tell()
 
 
-@NEWEST
+@one_criu
 @MODES
 def test_the_processes_are_killed(stage: Stage, leave_running: bool) -> None:
     """By somebody else, while they are captured: nobody says that they run on."""
@@ -607,6 +620,7 @@ def test_the_processes_are_killed(stage: Stage, leave_running: bool) -> None:
         assert done.code == 9 and "the processes run on" not in done.said, done
 
 
+@one_criu
 @MODES
 @pytest.mark.parametrize("pause", [0.0, 0.5], ids=["CRIU is still there", "CRIU is gone"])
 def test_the_action_script_is_killed(stage: Stage, leave_running: bool, pause: float) -> None:
@@ -621,7 +635,7 @@ def test_the_action_script_is_killed(stage: Stage, leave_running: bool, pause: f
     failures.tell()
 
 
-@NEWEST
+@one_criu
 def test_a_stray_of_criu(stage: Stage, tmp_path: Path) -> None:
     """A CRIU that is killed while it tries what the kernel can leaves a stopped child behind.
 
@@ -629,17 +643,17 @@ def test_a_stray_of_criu(stage: Stage, tmp_path: Path) -> None:
     """
     program = tmp_path / "criu"
     real = stage.criu.program
-    program.write_text(f'#!/bin/sh\n[ "$1" = dump ] && (sleep 6 &)\nexec {real} "$@"\n')
+    program.write_text(f'#!/bin/sh\n[ "$1" = dump ] && (sleep 4 &)\nexec {real} "$@"\n')
     program.chmod(0o755)
     done = stage.capture(environment={"ICEFLOE_CAPTURE_CRIU": str(program)}, leave_running=True)
     assert done.code == 0 and stage.judge(done, leave_running=True)
-    assert done.seconds < 5
+    assert done.seconds < 3
 
 
 # --- disks --------------------------------------------------------------------------------------
 
 
-@NEWEST
+@one_criu
 @MODES
 @pytest.mark.parametrize("arguments", [(), ("--no-stream",)], ids=["stream", "files"])
 def test_the_disk_is_full(
@@ -655,7 +669,7 @@ def test_the_disk_is_full(
         assert "No space left" in done.said and NOTHING_STORED in done.said, done.said
 
 
-@NEWEST
+@one_criu
 def test_no_space_for_what_criu_writes(stage: Stage, tmp_path: Path) -> None:
     """Without streams its files are there twice for a while."""
     with small_disk(tmp_path / "disk", 4 * MIB) as disk:
@@ -664,7 +678,7 @@ def test_no_space_for_what_criu_writes(stage: Stage, tmp_path: Path) -> None:
         assert done.code in (8, 9) and NOTHING_STORED in done.said, done
 
 
-@NEWEST
+@one_criu
 @MODES
 def test_a_file_grows_too_large(stage: Stage, leave_running: bool) -> None:
     """`ulimit -f`."""
@@ -673,7 +687,7 @@ def test_a_file_grows_too_large(stage: Stage, leave_running: bool) -> None:
     assert done.code == 8 and NOTHING_STORED in done.said, done
 
 
-@NEWEST
+@one_criu
 @MODES
 def test_the_disk_fails_at_each_step(stage: Stage, leave_running: bool) -> None:
     """Whatever can't be written, the processes run on; what is said of the image is true."""
@@ -691,7 +705,7 @@ def test_the_disk_fails_at_each_step(stage: Stage, leave_running: bool) -> None:
 # --- CUDA ---------------------------------------------------------------------------------------
 
 
-@NEWEST
+@one_criu
 @MODES
 @pytest.mark.parametrize("action", ["lock", "checkpoint"])
 def test_cuda_refuses(stage: Stage, leave_running: bool, action: str) -> None:
@@ -706,7 +720,7 @@ def test_cuda_refuses(stage: Stage, leave_running: bool, action: str) -> None:
     assert not stage.judge(done, leave_running)
 
 
-@NEWEST
+@one_criu
 def test_cuda_hangs(stage: Stage) -> None:
     """The time that it has is in the configuration."""
     stage.workload.advance(1)
@@ -717,7 +731,7 @@ def test_cuda_hangs(stage: Stage) -> None:
     assert done.code == 9 and "capture.cuda_timeout" in done.said, done
 
 
-@NEWEST
+@one_criu
 def test_cuda_does_not_wake(stage: Stage) -> None:
     """When the image is stored: it stays, and the exit code says that something is wrong."""
     stage.workload.advance(1)
@@ -732,7 +746,7 @@ def test_cuda_does_not_wake(stage: Stage) -> None:
     assert set(states.values()) == {CudaState.RUNNING} and list(states) == others
 
 
-@NEWEST
+@one_criu
 def test_cuda_does_not_wake_after_a_failure(stage: Stage) -> None:
     """Both are told: what failed first, and who is left without CUDA."""
     stage.workload.advance(1)
@@ -744,7 +758,7 @@ def test_cuda_does_not_wake_after_a_failure(stage: Stage) -> None:
     stage.workload.advance(2)
 
 
-@NEWEST
+@one_criu
 def test_the_watcher_wakes_slowly(stage: Stage) -> None:
     """It takes what time it needs; it is not in icefloe's group, and no signal ends it."""
     stage.workload.advance(1)
@@ -755,7 +769,7 @@ def test_the_watcher_wakes_slowly(stage: Stage) -> None:
     assert not stage.judge(done, leave_running=False)
 
 
-@NEWEST
+@one_criu
 def test_a_gpu_without_cuda(stage: Stage) -> None:
     """A process may have a GPU open for other things: it is captured like any other."""
     stage.workload.advance(1)

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from criu_tool import Criu, dump, restore
+from matrix import every_kind, one_criu
 from stores import add, facts_of, icefloe
 from workloads import Heap, Workload
 
 RESTORES = 2
 
 
+@every_kind()
 def test_a_process_survives_the_store(criu: Criu, workload: Workload, tmp_path: Path) -> None:
     store, images, exported = tmp_path / "store", tmp_path / "images", tmp_path / "exported"
     images.mkdir()
@@ -44,6 +46,7 @@ def test_a_process_survives_the_store(criu: Criu, workload: Workload, tmp_path: 
         workload.kill()
 
 
+@one_criu
 def test_a_grown_process_adds_little_more_than_what_grew(
     criu: Criu, heap: Heap, tmp_path: Path
 ) -> None:
@@ -57,8 +60,9 @@ def test_a_grown_process_adds_little_more_than_what_grew(
     assert second["stored_bytes"] < first["stored_bytes"] / 2
 
 
-def test_the_same_checkpoint_adds_nothing(criu: Criu, workload: Workload, tmp_path: Path) -> None:
-    first = add_running(criu, workload, tmp_path / "1", tmp_path / "store")
+@one_criu
+def test_the_same_checkpoint_adds_nothing(criu: Criu, heap: Heap, tmp_path: Path) -> None:
+    first = add_running(criu, heap, tmp_path / "1", tmp_path / "store")
     again = add(tmp_path / "store", tmp_path / "1", "worker:again")
     assert (again["id"], again["new_bytes"], again["new_blocks"]) == (first["id"], 0, 0)
 

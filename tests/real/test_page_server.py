@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trustme
 from criu_tool import Criu, CriuFailed, dump, end_of
+from matrix import every_kind, one_criu
 from processes import wait_until
 from restores import (
     RSEQ_BYTES,
@@ -125,6 +126,7 @@ def stored(criu: Criu, workload: Workload, folder: Path) -> Path:
     return folder / "store"
 
 
+@every_kind()
 def test_stock_criu_restores_again_and_again(
     criu: Criu, workload: Workload, tmp_path: Path
 ) -> None:
@@ -158,6 +160,7 @@ def test_memory_is_what_it_was_at_the_dump(criu: Criu, heap: Heap, tmp_path: Pat
         assert differing_bytes(before, memory_of(heap.pid)) <= RSEQ_BYTES * threads
 
 
+@one_criu
 def test_damaged_memory_is_not_handed_out(criu: Criu, tmp_path: Path) -> None:
     """CRIU's daemon is cut off and fails; what it has restored by then is its own affair."""
     with Toucher(tmp_path / "workload") as toucher:
@@ -179,6 +182,7 @@ def test_damaged_memory_is_not_handed_out(criu: Criu, tmp_path: Path) -> None:
             assert "Remote side closed connection" in end_of(folder / "lazy-pages.log")
 
 
+@one_criu
 def test_over_tls(criu: Criu, tmp_path: Path) -> None:
     if b"gnutls_handshake" not in criu.program.read_bytes():
         pytest.skip(f"criu {criu.version} was built without TLS")

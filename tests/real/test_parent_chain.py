@@ -11,6 +11,7 @@ from pathlib import Path
 
 from chains import make_chain
 from criu_tool import Criu, dump, restore
+from matrix import every_kind
 from stores import Facts, add, facts_of, icefloe
 from workloads import State, Workload
 
@@ -31,6 +32,7 @@ def without_parent(facts: dict[str, Facts]) -> dict[str, Facts]:
     return {name: each for name, each in facts.items() if name.partition("/")[0] != "parent"}
 
 
+@every_kind()
 def test_an_exported_chain_restores_without_the_originals(
     criu: Criu, workload: Workload, tmp_path: Path
 ) -> None:

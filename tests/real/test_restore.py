@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import record
 from criu_tool import Criu, dump
+from matrix import every_kind, one_criu
 from processes import wait_until
 from restores import (
     DOORS,
@@ -38,6 +39,7 @@ def stored(criu: Criu, workload: Workload, folder: Path, *extra: str) -> Path:
     return folder / "store"
 
 
+@every_kind()
 def test_a_process_lives_on_through_every_door(
     criu: Criu, workload: Workload, tmp_path: Path
 ) -> None:
@@ -66,6 +68,7 @@ def test_memory_is_what_it_was_at_the_dump(criu: Criu, heap: Heap, tmp_path: Pat
         heap.kill()
 
 
+@one_criu
 def test_memory_that_moves_while_it_comes_in(criu: Criu, tmp_path: Path) -> None:
     with Churn(tmp_path / "workload") as churn:
         store = stored(criu, churn, tmp_path)
@@ -80,6 +83,7 @@ def test_memory_that_moves_while_it_comes_in(criu: Criu, tmp_path: Path) -> None
             churn.kill()
 
 
+@one_criu
 def test_a_client_reads_redis_while_it_comes_in(criu: Criu, tmp_path: Path) -> None:
     if not REDIS_SERVER.exists():
         pytest.skip(f"{REDIS_SERVER} is missing: run `make criu`")
@@ -95,6 +99,7 @@ def test_a_client_reads_redis_while_it_comes_in(criu: Criu, tmp_path: Path) -> N
                 assert process.returncode == 0, errors
 
 
+@one_criu
 def test_the_trace_spares_faults(criu: Criu, tmp_path: Path) -> None:
     with Toucher(tmp_path / "workload") as toucher:
         store = stored(criu, toucher, tmp_path)
@@ -114,6 +119,7 @@ def test_the_trace_spares_faults(criu: Criu, tmp_path: Path) -> None:
     assert again["faults_avoided"] > touched["faults"] / 2
 
 
+@one_criu
 def test_only_what_is_touched_comes_in(criu: Criu, tmp_path: Path) -> None:
     with Toucher(tmp_path / "workload") as toucher:
         toucher.advance(1)
@@ -133,6 +139,7 @@ def test_only_what_is_touched_comes_in(criu: Criu, tmp_path: Path) -> None:
             assert process.returncode == 0, errors
 
 
+@one_criu
 def test_clones_in_pid_namespaces(criu: Criu, heap: Heap, tmp_path: Path) -> None:
     """Each clone writes a record of its own, bound over the common one in its mount namespace."""
     store = stored(criu, heap, tmp_path)
@@ -164,6 +171,7 @@ def clone(criu: Criu, store: Path, heap: Heap, record: Path) -> subprocess.Popen
     )
 
 
+@one_criu
 def test_a_killed_fill_kills_the_process(criu: Criu, tmp_path: Path) -> None:
     """When the filling process is killed, the kernel would fill the rest with zeros."""
     with Toucher(tmp_path / "workload") as toucher:
@@ -177,6 +185,7 @@ def test_a_killed_fill_kills_the_process(criu: Criu, tmp_path: Path) -> None:
         assert all(step.verdict == toucher.good for step in record.read(toucher.record))
 
 
+@one_criu
 def test_a_killed_guard_lets_the_fill_go_on(criu: Criu, tmp_path: Path) -> None:
     with Toucher(tmp_path / "workload") as toucher:
         store = stored(criu, toucher, tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from criu_tool import Criu, dump
+from matrix import one_criu
 from restores import command, environment, fails, restore, restoring, state_of, wait_dead
 from stores import add
 from workloads import Heap, Toucher
@@ -51,6 +52,7 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
+@one_criu
 @pytest.mark.parametrize("door", ["lazy", "eager", "stream"])
 def test_no_usable_criu(heap: Heap, store: Path, tmp_path: Path, door: str) -> None:
     cases = [
@@ -65,6 +67,7 @@ def test_no_usable_criu(heap: Heap, store: Path, tmp_path: Path, door: str) -> N
         assert (code, reason in said, advice in said) == (9, True, True), said
 
 
+@one_criu
 @pytest.mark.parametrize("door", ["lazy", "eager", "stream"])
 def test_criu_gives_up(criu: Criu, heap: Heap, store: Path, tmp_path: Path, door: str) -> None:
     """At once, after it has begun, and because of a missing file of the process."""
@@ -88,6 +91,7 @@ def test_criu_gives_up(criu: Criu, heap: Heap, store: Path, tmp_path: Path, door
     heap.advance()
 
 
+@one_criu
 def test_a_taken_pid(criu: Criu, tmp_path: Path) -> None:
     with Heap(tmp_path / "workload") as heap:
         heap.advance()
@@ -99,6 +103,7 @@ def test_a_taken_pid(criu: Criu, tmp_path: Path) -> None:
         heap.advance()  # the process that has the pid is left alone
 
 
+@one_criu
 def test_not_permitted(criu: Criu, heap: Heap, store: Path) -> None:
     """Another user may read the store, at most."""
     result = subprocess.run(
@@ -111,6 +116,7 @@ def test_not_permitted(criu: Criu, heap: Heap, store: Path) -> None:
     assert state_of(heap.pid) is None
 
 
+@one_criu
 def test_no_userfaultfd(criu: Criu, heap: Heap, store: Path) -> None:
     """Without CAP_SYS_PTRACE the kernel gives no userfaultfd that serves for a restore."""
     result = subprocess.run(
@@ -125,6 +131,7 @@ def test_no_userfaultfd(criu: Criu, heap: Heap, store: Path) -> None:
     assert state_of(heap.pid) is None
 
 
+@one_criu
 @pytest.mark.parametrize("args", [(), ("--no-fill",), ("--eager",), ("--stream",)])
 def test_a_corrupt_block_kills_the_process(
     criu: Criu, tmp_path: Path, args: tuple[str, ...]
@@ -157,6 +164,7 @@ def damage(store: Path) -> None:
                     file.write(bytes(64))
 
 
+@one_criu
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_it_is_told_to_end(
     criu: Criu, heap: Heap, store: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +181,7 @@ def test_it_is_told_to_end(
         assert said.strip().startswith("icefloe: interrupted: what was restored was killed"), said
 
 
+@one_criu
 def test_the_log_is_kept(criu: Criu, heap: Heap, store: Path) -> None:
     """Of a restore that failed, and nothing else."""
     heap.record.rename(heap.record.with_name("hidden"))
