@@ -43,7 +43,7 @@ def wipe(path: Path) -> None:
 
 def read(path: Path) -> list[Step]:
     """The steps that a record holds, in order; a line that is just being written does not count."""
-    data = path.read_bytes()
+    data = path.read_bytes().rstrip(b"\0")  # most of it is empty
     slots = (data[start : start + LINE_BYTES] for start in range(0, len(data), LINE_BYTES))
     # The kernel may copy the end of a line before its start.
     whole = (slot for slot in slots if slot.endswith(b"\n") and b"\0" not in slot)

@@ -120,7 +120,7 @@ def drained(daemon: subprocess.Popen[bytes], folder: Path) -> None:
 
 def stored(criu: Criu, workload: Workload, folder: Path) -> Path:
     """Lets the process run, dumps it and stores the dump as `worker`; returns the store."""
-    workload.advance()
+    workload.advance(2)
     dump(criu, workload, folder / "images")
     add(folder / "store", folder / "images", "worker")
     return folder / "store"

@@ -15,6 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from io import BufferedIOBase
 from pathlib import Path
 from types import TracebackType
@@ -114,7 +115,7 @@ class Workload(ABC):
         """How far the process was when a dump ended it."""
 
     @abstractmethod
-    def advance(self, steps: int = 5) -> State:
+    def advance(self, steps: int = 3) -> State:
         """Lets the process go on by at least this many steps; returns where it then is."""
 
     @abstractmethod
@@ -167,7 +168,7 @@ class Recorded(Workload):
     def frozen_state(self) -> State:
         return self.state()  # a record outlives its process
 
-    def advance(self, steps: int = 5) -> State:
+    def advance(self, steps: int = 3) -> State:
         # After a restore nothing is recorded yet, and steps count from the first made.
         wait_until(self.ready, ADVANCE_SECONDS, "a first step")
         goal = self.state().last + steps
@@ -194,7 +195,7 @@ class Recorded(Workload):
 
 
 class Heap(Recorded):
-    """A Python heap of 32 to 44 MiB that grows and checks every byte at every step."""
+    """A Python heap of 16 to 22 MiB that grows and checks every byte at every step."""
 
     program = "heap.py"
     good = "checksum-ok"
@@ -269,7 +270,7 @@ class Redis(Workload):
         assert self._first is not None, "nothing was seen of this life"
         return State(self.life, self._first, self._last)  # it makes steps only when told to
 
-    def advance(self, steps: int = 5) -> State:
+    def advance(self, steps: int = 3) -> State:
         for _ in range(steps):
             step = self.state().last + 1
             self._write(self._keys_of(step))
@@ -317,6 +318,7 @@ class Redis(Workload):
                 return answers
 
 
+@cache
 def value_of(key: int) -> bytes:
     """The value that belongs under a key: 1 KiB that no other key has."""
     return random.Random(key).randbytes(1024)

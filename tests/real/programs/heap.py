@@ -19,7 +19,7 @@ from record import RecordWriter
 BLOCK = 1 << 20
 # Growth ends when the process has 3/8 more than at its start: however late a second dump is
 # taken, the greater part of it was in the first.
-BASE_BLOCKS, GROWN_BLOCKS = 32, 44
+BASE_BLOCKS, GROWN_BLOCKS = 16, 22
 ZERO_BYTES = 4 << 20
 STEP_SECONDS = 0.02
 
