@@ -51,8 +51,8 @@ from processes import adopting_orphans, wait_until
 from puppet import PAGE, Puppet, digest
 from restores import state_of
 
+from icefloe.capture import blocks, filling, restore, uffd
 from icefloe.capture import fill as filler_user
-from icefloe.capture import filling, restore, uffd
 from icefloe.capture.blocks import StoreSource
 from icefloe.capture.criu import Criu
 from icefloe.capture.directory import files_for_criu
@@ -1532,7 +1532,7 @@ def test_a_lazy_restore_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         told.append((arguments[1], len(fillers._fillers), len(children()), fillers))
         return fillers
 
-    monkeypatch.setattr(restore, "start_fillers", noted)
+    monkeypatch.setattr(blocks, "start_fillers", noted)
     before = children()
     with open_store(tmp_path / "store", write=True, create=True) as store:
         id_ = small_store.add(store, checkpoint(), "x").id

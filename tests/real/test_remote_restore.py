@@ -6,15 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from criu_tool import VERSIONS, Criu, dump
+from criu_tool import Criu, dump
 from fault_proxy import FaultProxy
+from matrix import one_criu
 from restores import restore, restoring, wait_dead
 from s3_server import S3Server
 from stores import add, icefloe
 from workloads import Heap, Workload
-
-# CRIU doesn't see the network: one of them is enough.
-newest = pytest.mark.parametrize("criu", [VERSIONS[-1]], indirect=True)
 
 
 def pushed(criu: Criu, workload: Workload, folder: Path, server: S3Server) -> str:
@@ -55,7 +53,7 @@ def test_out_of_a_bucket(
     heap.verify(frozen, heap.advance())
 
 
-@newest
+@one_criu
 def test_over_a_bad_network(
     criu: Criu, heap: Heap, tmp_path: Path, proxy: FaultProxy, aws: S3Server, streaming: None
 ) -> None:
@@ -68,7 +66,7 @@ def test_over_a_bad_network(
     heap.verify(frozen, heap.advance())
 
 
-@newest
+@one_criu
 def test_the_server_goes_for_good(
     criu: Criu,
     heap: Heap,

@@ -1,6 +1,7 @@
 """Collections in a remote: what names lead to stays, and so does what a push relies on."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -316,30 +317,29 @@ def test_pushes_and_collections_at_once(node: Node, tmp_path: Path) -> None:
     """Names come and go on several nodes while collectors run: what is named is whole."""
     url = memory_url()
     opened(url)
-    ends = time.monotonic() + 2.5
+    over = threading.Event()
     trees = {"first": FIRST, "second": SECOND}
 
     def pusher(i: int) -> int:
-        done = 0
+        found = 0
         with opened(url) as remote:
-            while time.monotonic() < ends:
-                name = ("first", "second")[(i + done) % 2]
+            while not over.is_set() or not found:  # the last round's names stay
+                name = ("first", "second")[(i + found) % 2]
                 node.push(name, remote)
                 with suppress(NotInRemote):  # the name may be gone already
                     assert node.is_whole(name, trees[name], remote)
-                    done += 1
-        return done
+                    found += 1
+        return found
 
     def remover() -> None:
         with opened(url) as remote:
-            while time.monotonic() < ends:
-                time.sleep(0.05)
+            while not over.wait(0.05):
                 remote.objects.delete([f"names/{name}:latest" for name in trees])
 
     def collector() -> int:
         done = 0
         with opened(url) as remote:
-            while time.monotonic() < ends:
+            while not over.is_set() or not done:
                 try:
                     collect_remote(remote, 0)
                     done += 1
@@ -351,7 +351,9 @@ def test_pushes_and_collections_at_once(node: Node, tmp_path: Path) -> None:
         pushed = [pool.submit(pusher, i) for i in range(2)]
         collected = [pool.submit(collector) for _ in range(2)]
         removed = pool.submit(remover)
-        assert all(each.result() for each in pushed) and any(e.result() for e in collected)
+        time.sleep(2.5)
+        over.set()
+        assert all(each.result() for each in pushed) and all(e.result() for e in collected)
         removed.result()
     with opened(url) as remote:
         audit = check_remote(remote, read_data=True)
